@@ -7,6 +7,7 @@ Columns that this version does not know are kept; those that are missing are nul
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,21 @@ def parse_time(text: str) -> datetime:
 def is_url(folder: str) -> bool:
     """Return whether only Spark can look into a folder."""
     return "://" in folder
+
+
+def add_recording(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what to read."""
+    parser.add_argument("recording", metavar="RECORDING", help="the folder that `dynamoth record` wrote, or its URL")
+    parser.add_argument("--from", dest="begin", metavar="TIME", help="only from this time on: 2026-11-23T10:00 (UTC)")
+    parser.add_argument("--to", dest="end", metavar="TIME", help="only up to this time")
+
+
+def asked_for(arguments: argparse.Namespace) -> tuple[str, datetime | None, datetime | None]:
+    """Return the folder, begin and end of the arguments of :func:`add_recording`. Raises as check_recording does."""
+    begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
+    folder = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
+    check_recording(folder, begin, end)
+    return folder, begin, end
 
 
 def check_recording(folder: str, begin: datetime | None, end: datetime | None) -> None:

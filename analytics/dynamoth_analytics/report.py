@@ -28,7 +28,7 @@ from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Drawn
 from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page.drawing import draw
 from dynamoth_analytics.page.findings import findings
-from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
+from dynamoth_analytics.reading import Recording, add_recording, asked_for
 from dynamoth_analytics.recorded_settings import PresentSettings, present_settings
 from dynamoth_analytics.session import add_session, check_session, open_session
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
@@ -44,9 +44,7 @@ MAIN_FINDINGS = 3
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("recording", metavar="RECORDING", help="the folder that `dynamoth record` wrote, or its URL")
-    parser.add_argument("--from", dest="begin", metavar="TIME", help="only from this time on: 2026-11-23T10:00 (UTC)")
-    parser.add_argument("--to", dest="end", metavar="TIME", help="only up to this time")
+    add_recording(parser)
     parser.add_argument("--out", metavar="DIR", help="a new or empty folder; default report-<time>")
     parser.add_argument(
         "--follow",
@@ -59,9 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a report. Returns the exit code."""
-    begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
-    where = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
-    check_recording(where, begin, end)
+    where, begin, end = asked_for(arguments)
     if arguments.follow:
         return _follow(arguments, where, begin)
     check_session(arguments)

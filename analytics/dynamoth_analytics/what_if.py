@@ -30,7 +30,7 @@ from dynamoth.recording import channel_text
 from dynamoth_analytics.errors import BadRecording, spark_errors
 from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page import html
-from dynamoth_analytics.reading import Recording, check_recording, is_url, parse_time
+from dynamoth_analytics.reading import Recording, add_recording, asked_for
 from dynamoth_analytics.recorded_settings import PresentSettings, settings_in_force
 from dynamoth_analytics.replay.agreement import agreement
 from dynamoth_analytics.replay.frontier import (
@@ -82,13 +82,11 @@ MOVES_SHOWN_MAX = 3
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("recording", metavar="RECORDING", help="the folder that `dynamoth record` wrote, or its URL")
+    add_recording(parser)
     parser.add_argument(
         "--grid", metavar="FILE", required=True, help="the settings to try, as TOML: load_ratio_high = [0.7, 0.8]"
     )
     parser.add_argument("--out", metavar="DIR", help="a new or empty folder; default what-if-<time>")
-    parser.add_argument("--from", dest="begin", metavar="TIME", help="only from this time on: 2026-11-23T10:00 (UTC)")
-    parser.add_argument("--to", dest="end", metavar="TIME", help="only up to this time")
     parser.add_argument(
         "--window", metavar="MINUTES", type=float, default=WINDOW_MINUTES, help="length of a window; default 10"
     )
@@ -103,15 +101,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare settings. Returns the exit code."""
-    begin, end = (parse_time(text) if text else None for text in (arguments.begin, arguments.end))
-    where = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
     if not WINDOW_MINUTES_MIN <= arguments.window <= WINDOW_MINUTES_MAX:
         limits = f"{WINDOW_MINUTES_MIN:g} to {WINDOW_MINUTES_MAX:g}"
         raise ConfigError(f"--window {arguments.window:g}: a number from {limits} (minutes) expected")
     if arguments.overload_ratio is not None and not 0 < arguments.overload_ratio <= OVERLOAD_RATIO_MAX:
         limits = f"above 0, up to {OVERLOAD_RATIO_MAX:g}"
         raise ConfigError(f"--overload-ratio {arguments.overload_ratio:g}: a number {limits} expected")
-    check_recording(where, begin, end)
+    where, begin, end = asked_for(arguments)
     try:
         grid = Path(arguments.grid).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
