@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    # It logs the end of each connection, the last ones when another test's log is closed already.
+    logging.getLogger("py4j").setLevel(logging.WARNING)
     builder = SparkSession.builder.master("local[2]").appName("tests")
     options = {
         **LOCAL_OPTIONS,
