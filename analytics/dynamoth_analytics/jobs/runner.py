@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
 from dynamoth_analytics.jobs import channels, load
@@ -61,9 +61,10 @@ class Jobs:
         started = time.monotonic()
         folder = str(self._out / name)
         rows = job()
-        rows.write.parquet(folder)
+        counted = Observation()
+        rows.observe(counted, F.count(F.lit(1)).alias("rows")).write.parquet(folder)
+        count = self.drawn.counts[name] = counted.get["rows"]
         written = rows.sparkSession.read.schema(rows.schema).parquet(folder)
-        count = self.drawn.counts[name] = written.count()
         self._say(f"{name:16}{count:>10} rows, {time.monotonic() - started:.1f} s")
         if order:
             self.draw(name, written.orderBy(*order), rows_max)
