@@ -36,22 +36,23 @@ def test_the_balancer_moves_channels_away_from_an_overloaded_server_by_itself() 
         "balancer.channel_rest_s": 5.0,
     }
     # 12 channels, 20 messages per second, 2 subscribers, 600 bytes: about 290 KB/s, all of it at s1 at first.
+    # Two servers below LR_high can send 250 KB/s.
     with (
-        LocalCluster(3, outgoing_bytes_per_s_max=200_000, settings=settings) as cluster,
+        LocalCluster(3, outgoing_bytes_per_s_max=155_000, settings=settings) as cluster,
         Traffic(cluster, channels, publishers=1, interval_s=0.05, payload_bytes=550) as traffic,
     ):
 
-        def relieved() -> Any:
+        def moves_that_relieve() -> Any:
             status = cluster.ask_balancer("status")
             ratios = [server["load_ratio"] for server in status["servers"].values()]
             calm = status["moves_settled"] and not status["in_transition"]
-            return status if calm and all(r is not None and r < LOAD_RATIO_HIGH for r in ratios) else None
+            low = all(ratio is not None and ratio < LOAD_RATIO_HIGH for ratio in ratios)
+            moves = [move for decision in status["decisions"] for move in decision["first_moves"]]
+            return moves if calm and low and {move["to"] for move in moves} == {"s2", "s3"} else None
 
         # Seldom, as the answers are load too.
-        status = until(relieved, "every server is below LR_high after moves", every_s=0.5)
-        moves = [move for decision in status["decisions"] for move in decision["first_moves"]]
+        moves = until(moves_that_relieve, "both others take channels, and every server is below LR_high", every_s=0.5)
         assert {move["from"] for move in moves} == {"s1"}
-        assert {move["to"] for move in moves} == {"s2", "s3"}, "both others take their share"
         assert max(move["load_ratio_from_before"] for move in moves) > LOAD_RATIO_HIGH
         assert len(logged(cluster.balancer, "decided to move a channel")) >= len(moves)
         traffic.flows()
