@@ -42,13 +42,18 @@ SESSION_OPTIONS = {
     "spark.sql.ansi.enabled": "false",
     # A recorder may merge files while they are read.
     "spark.sql.files.ignoreMissingFiles": "true",
+}
+
+DRIVER_OPTIONS = {
+    "spark.driver.maxResultSize": RESULT_BYTES_MAX,
+    "spark.ui.showConsoleProgress": "false",  # it would be among our own lines
     # PySpark would note where each expression was written: a fifth of the time of a small report.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
 }
+"""Of a session whose driver this process starts: a Spark Connect server has its own."""
 
 LOCAL_OPTIONS = {
     "spark.driver.memory": DRIVER_MEMORY,
-    "spark.driver.maxResultSize": RESULT_BYTES_MAX,
     "spark.sql.shuffle.partitions": "16",
     "spark.ui.enabled": "false",
 }
@@ -81,21 +86,19 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
     """
     # No job here hands pandas anything but plain columns.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
-    builder = SparkSession.builder.appName(name)
-    for key, value in SESSION_OPTIONS.items():
-        builder = builder.config(key, value)
+    # Spark Connect warns of a window without partitions. The only one here has one row per channel.
+    warnings.filterwarnings("ignore", "WARN WindowExpression", UserWarning)
+    builder = SparkSession.builder.appName(name).config(map={**SESSION_OPTIONS})
     if arguments.remote:
         builder = builder.remote(arguments.remote)
     else:
-        builder = builder.config("spark.driver.maxResultSize", RESULT_BYTES_MAX)
-        builder = builder.config("spark.ui.showConsoleProgress", "false")  # it would be among our own lines
+        builder = builder.config(map={**DRIVER_OPTIONS})
         if "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has started Java, and chosen the master
             builder = builder.master(arguments.master or LOCAL)
             builder = builder.config("spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()}")
         if arguments.master is None or arguments.master.startswith("local"):
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers import this package, too
-            for key, value in LOCAL_OPTIONS.items():
-                builder = builder.config(key, value)
+            builder = builder.config(map={**LOCAL_OPTIONS})
     at_interrupt = signal.getsignal(signal.SIGINT)
     try:
         session = builder.getOrCreate()

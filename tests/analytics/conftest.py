@@ -15,7 +15,7 @@ from pyspark.sql.classic.dataframe import DataFrame
 
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.report import Report
-from dynamoth_analytics.session import LOCAL_OPTIONS, LOG_FILE, SESSION_OPTIONS
+from dynamoth_analytics.session import DRIVER_OPTIONS, LOCAL_OPTIONS, LOG_FILE, SESSION_OPTIONS
 from tests.analytics.planted import plant, second_recording
 
 
@@ -36,13 +36,13 @@ def spark() -> Iterator[SparkSession]:
     logging.getLogger("py4j").setLevel(logging.WARNING)
     builder = SparkSession.builder.master("local[2]").appName("tests")
     options = {
+        **DRIVER_OPTIONS,
         **LOCAL_OPTIONS,
         **SESSION_OPTIONS,
         "spark.driver.memory": "1g",
         # No job may collect a table: see test_the_driver_collects_only_what_is_drawn.
         "spark.driver.maxResultSize": "1m",
         "spark.sql.shuffle.partitions": "1",
-        "spark.ui.showConsoleProgress": "false",
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
         # Tests run many jobs once, on little data: to compile them takes longer than to interpret them.
         "spark.sql.codegen.wholeStage": "false",
@@ -50,9 +50,7 @@ def spark() -> Iterator[SparkSession]:
         "spark.sql.adaptive.enabled": "false",
         "spark.driver.extraJavaOptions": (f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()} -XX:+UseSerialGC"),
     }
-    for key, value in options.items():
-        builder = builder.config(key, value)
-    session = builder.getOrCreate()
+    session = builder.config(map={**options}).getOrCreate()
     yield session
     session.stop()
 
