@@ -34,12 +34,13 @@ from pyspark.sql.types import StructType
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.recording import CHANNELS, SERVERS
 from dynamoth_analytics.errors import BadRecording, spark_errors
+from dynamoth_analytics.files import hours_of, is_url
 from dynamoth_analytics.jobs import anomalies, channels
 from dynamoth_analytics.jobs.runner import SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
 from dynamoth_analytics.output import new_folder
 from dynamoth_analytics.page.drawing import draw_recent
 from dynamoth_analytics.page.findings import findings
-from dynamoth_analytics.reading import SCHEMAS, Recording, hours_of, is_url, made
+from dynamoth_analytics.reading import SCHEMAS, Recording, made
 from dynamoth_analytics.recorded_settings import present_settings
 
 TRIGGER = "10 seconds"

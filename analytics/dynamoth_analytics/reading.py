@@ -8,10 +8,9 @@ Columns that this version does not know are kept; those that are missing are nul
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +33,7 @@ from pyspark.sql.types import (
 from dynamoth.errors import ConfigError
 from dynamoth.recording import CHANNELS, SERVERS, TABLES, Table, Type
 from dynamoth_analytics.errors import BadRecording, spark_errors
+from dynamoth_analytics.files import check_recording, files_of, is_url
 
 SPARK_TYPES: dict[Type, DataType] = {
     Type.TIME: TimestampType(),
@@ -51,9 +51,6 @@ SCHEMAS = {
 }
 """Of each table, as this version writes it."""
 
-PARQUET_MAGIC = b"PAR1"
-"""The first and the last bytes of a complete file."""
-
 YEARS = 1971, 9998
 """Times of the command line are in these: with some hours more or less, they are still times for Python."""
 
@@ -63,9 +60,6 @@ a busy machine."""
 
 RECORDERS_MAX = 1000
 """Most pairs of recorders that are compared."""
-
-NAMED_MAX = 3
-"""Most broken files that a message names."""
 
 
 def made(spark: SparkSession, rows: Sequence[tuple[Any, ...]], schema: StructType | str) -> DataFrame:
@@ -86,11 +80,6 @@ def parse_time(text: str) -> datetime:
     return time
 
 
-def is_url(folder: str) -> bool:
-    """Return whether only Spark can look into a folder."""
-    return "://" in folder
-
-
 def add_recording(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say what to read."""
     parser.add_argument("recording", metavar="RECORDING", help="the folder that `dynamoth record` wrote, or its URL")
@@ -104,28 +93,6 @@ def asked_for(arguments: argparse.Namespace) -> tuple[str, datetime | None, date
     folder = arguments.recording if is_url(arguments.recording) else str(Path(arguments.recording).resolve())
     check_recording(folder, begin, end)
     return folder, begin, end
-
-
-def check_recording(folder: str, begin: datetime | None, end: datetime | None) -> None:
-    """Look whether there is anything to read, and nothing broken, before Spark starts.
-
-    Raises:
-        ConfigError: no such folder, or times in the wrong order.
-        BadRecording: a folder without tables, or with files that are none of a recording.
-
-    """
-    if begin is not None and end is not None and begin >= end:
-        raise ConfigError(f"--from {begin:%F %T} is not before --to {end:%F %T}: exchange them")
-    if is_url(folder):
-        return
-    if not os.path.isdir(folder):
-        raise ConfigError(f"there is no folder {folder}: give the one that `dynamoth record --out` wrote")
-    if not {each.name for each in _listed(Path(folder))} & TABLES.keys():
-        raise BadRecording(
-            f"{folder} has no recording, as it has none of the folders {', '.join(TABLES)}: is it the right one?"
-        )
-    for name in TABLES:
-        files_of(folder, name, begin, end)
 
 
 @dataclass
@@ -270,71 +237,6 @@ def clocks_ahead(pairs: Sequence[tuple[str, str, float, int]]) -> dict[str, floa
                     ahead_s[a] = ahead_s[b] - difference_s
             known = [pair for pair in known if pair not in linked]
     return {recorder: value for recorder, value in ahead_s.items() if abs(value) >= CLOCK_S_MIN}
-
-
-def files_of(folder: str, name: str, begin: datetime | None, end: datetime | None) -> dict[Path, list[Path]]:
-    """Return the files of a table, by the folders of the hours from ``begin`` to ``end`` that have some.
-
-    Raises:
-        BadRecording: a file is broken, or a folder is no hour.
-
-    """
-    hours = {
-        hour: [file for file in _listed(hour) if file.suffix == ".parquet" and not file.name.startswith((".", "_"))]
-        for hour in _hours_between(Path(folder, name), begin, end)
-    }
-    if broken := [file for files in hours.values() for file in files if _is_broken(file)]:
-        names = ", ".join(map(str, broken[:NAMED_MAX]))
-        more = f" and {len(broken) - NAMED_MAX} more" if len(broken) > NAMED_MAX else ""
-        raise BadRecording(f"truncated, or no Parquet files: {names}{more}: move them elsewhere, and run it again")
-    return {hour: files for hour, files in hours.items() if files}
-
-
-def _hours_between(table: Path, begin: datetime | None, end: datetime | None) -> list[Path]:
-    hours = hours_of(table).items()
-    return [
-        path
-        for hour, path in hours
-        if (begin is None or hour > begin - timedelta(hours=1)) and (end is None or hour < end)
-    ]
-
-
-def hours_of(table: Path) -> dict[datetime, Path]:
-    """Return the folders of a table's hours, in order. Raises BadRecording when there are others among them."""
-    dates = [date for date in _listed(table) if date.name.startswith("date=")] if table.is_dir() else []
-    return {_begin_of(hour): hour for date in dates for hour in _listed(date) if hour.name.startswith("hour=")}
-
-
-def _listed(folder: Path) -> list[Path]:
-    """Return what is in a folder, by name. Raises BadRecording when that cannot be read."""
-    try:
-        return sorted(folder.iterdir())
-    except OSError as error:
-        raise BadRecording(f"{folder} cannot be read: {error.strerror}: correct its rights") from error
-
-
-def _begin_of(hour: Path) -> datetime:
-    try:
-        return datetime.strptime(f"{hour.parent.name}/{hour.name}", "date=%Y-%m-%d/hour=%H").replace(tzinfo=UTC)
-    except ValueError as error:
-        raise BadRecording(f"{hour} is no hour of a recording: move it elsewhere") from error
-
-
-def _is_broken(file: Path) -> bool:
-    size = len(PARQUET_MAGIC)
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(size)
-            if head != PARQUET_MAGIC or file.stat().st_size < 3 * size:
-                return True
-            opened.seek(-size, 2)
-            return opened.read() != PARQUET_MAGIC
-    except FileNotFoundError:
-        return False  # a recorder has merged it with others
-    except IsADirectoryError:
-        return True
-    except OSError as error:
-        raise BadRecording(f"{file} cannot be read: {error.strerror}: correct its rights") from error
 
 
 def _channels_once(rows: DataFrame) -> DataFrame:

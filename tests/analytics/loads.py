@@ -128,3 +128,10 @@ def read_rows(folder: Path, table: str) -> list[dict[str, Any]]:
     """Return the rows of a table."""
     files = sorted((folder / table).rglob("*.parquet"))
     return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
+
+
+def replace_column(file: Path, name: str, value: object) -> None:
+    """Give all rows of a file the same value in a column, maybe of another type."""
+    rows = pq.read_table(file)
+    values = pa.array([value] * rows.num_rows)
+    pq.write_table(rows.set_column(rows.schema.get_field_index(name), name, values), file)

@@ -24,6 +24,7 @@ from dynamoth_recorder.events import Rows
 from dynamoth_recorder.process.backlog import Backlog, Portion
 from dynamoth_recorder.process.store import Store
 from dynamoth_recorder.process.tables import to_batch
+from tests.analytics.loads import replace_column
 from tests.analytics.planted import BEGIN
 
 A, B = "a" * 16, "b" * 16
@@ -141,10 +142,10 @@ def test_clocks_are_known_of_recorders_that_have_heard_the_same() -> None:
     assert clocks_ahead([]) == {}
 
 
-def test_a_damaged_footer_is_named(spark: SparkSession, small: Path) -> None:
+def test_a_file_with_damaged_data_is_named(spark: SparkSession, small: Path) -> None:
     broken = files_of(small)[1]
     content = broken.read_bytes()
-    broken.write_bytes(content[:-40] + b"\xff" * 32 + content[-8:])
+    broken.write_bytes(content[:4] + b"\xff" * 32 + content[36:])
     with pytest.raises(BadRecording, match=f"{broken.name} cannot be read"):
         Recording(spark, str(small)).table("servers").collect()
 
@@ -157,13 +158,22 @@ def test_nothing_in_the_time_asked_for(spark: SparkSession, small: Path, tmp_pat
 # Without: these are seen before Spark starts.
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 truncated", b"no Parquet"])
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 truncated", b"no Parquet", b"PAR1" * 40])
 def test_a_broken_file_is_named(small: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     broken = files_of(small)[1]
     broken.write_bytes(content)
     code, line = refused(capsys, small, "--out", small.parent / "out")
     assert code == 1
-    assert f"truncated, or no Parquet files: {broken}: move" in line
+    assert f"cannot read {broken} (truncated, or no Parquet file): move" in line
+
+
+def test_files_with_a_column_of_another_type_are_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = files_of(small)[1:]
+    for file in odd:
+        replace_column(file, "sequence", "one")
+    code, line = refused(capsys, small, "--out", small.parent / "out")
+    assert code == 1
+    assert "cannot read " + ", ".join(f"{file} (its column sequence is string, not whole)" for file in odd) in line
 
 
 def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +204,7 @@ def test_a_folder_that_is_no_hour_is_named(small: Path, capsys: pytest.CaptureFi
 def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (odd := files_of(small)[1].with_name("x.parquet")).mkdir()
     code, line = refused(capsys, small)
-    assert code == 1 and f"no Parquet files: {odd}" in line
+    assert code == 1 and f"cannot read {odd} (truncated, or no Parquet file)" in line
 
 
 @pytest.mark.parametrize("url", ["--master=spark", "--remote=sc"])
