@@ -106,6 +106,19 @@ def test_the_cause_of_an_overload_is_the_channel_that_rose_and_not_the_busiest(s
     assert (unknown["channel"], unknown["cause"]) == ("busy", None), "nothing is known of the time before"
 
 
+def test_anomalies_are_said_with_their_units() -> None:
+    odd = {"subject": "s2", "at": BEGIN, "score": 9.0, "value": 838e3, "expected": 237e3}
+    lacks = [
+        {"server": "s2", "metric": "reports_missing", "value": 1},
+        {"server": "s1", "metric": "silent_s", "value": 6600},
+    ]
+    drawn = Drawn({"anomalies": [{**odd, "kind": "server", "metric": "outgoing_bytes_per_s"}], "incomplete": lacks})
+    said = findings(drawn)
+    assert f"At {BEGIN:%H:%M:%S} server s2 sent 838 kB/s; before: 237 kB/s." in said
+    assert "Missing reports, which leave figures of their time incomplete: s2 1." in said
+    assert "Time without any report: s1 110 minutes." in said
+
+
 @pytest.mark.parametrize(
     ("length_s", "interval_s", "slot_s"), [(60, 1.0, 1), (60, 0.5, 1), (600, 5.0, 5), (7000, 2.5, 5), (90_000, 1.0, 60)]
 )

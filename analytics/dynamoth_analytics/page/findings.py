@@ -9,10 +9,20 @@ from dynamoth_analytics.page.html import duration, figure, percent, ratio, shown
 ANOMALY_SENTENCES_MAX = 2
 OVERLOADS_NAMED_MAX = 2
 
+MEASURED = {
+    "outgoing_bytes_per_s": ("sent", "B/s"),
+    "cpu_ratio": ("had a CPU load of", ""),
+    "publications_per_s": ("had", "publications/s"),
+    "subscribers": ("had", "subscribers"),
+    "publishers": ("had", "publishers"),
+    "channels": ("published on", "channels"),
+}
+"""The verb and the unit of each metric of an anomaly."""
+
 INCOMPLETE = {
-    "reports_missing": "Reports that are missing, so that figures of their time are incomplete",
-    "silent_s": "Seconds in which servers did not report",
-    "late_s": "Seconds by which reports came late to the recorder",
+    "reports_missing": ("Missing reports, which leave figures of their time incomplete", figure),
+    "silent_s": ("Time without any report", duration),
+    "late_s": ("Delays of late reports in all", duration),
 }
 
 CAUSE_SHARE_MIN = 0.3
@@ -110,27 +120,30 @@ def _replication(drawn: Drawn) -> list[str]:
         return []
     top = wanted[0]
     return [
-        f"By Algorithm 1 {shown(top['channel'])} was to be {top['wanted']} for {duration(top['seconds'])}, and was"
-        f" {top['mode']}."
+        f"By Algorithm 1, {shown(top['channel'])} should have been {top['wanted']} for {duration(top['seconds'])}. It"
+        f" was {top['mode']}."
     ]
 
 
 def _anomalies(drawn: Drawn) -> list[str]:
-    sentences = [
-        f"{shown(row['subject'])} departed from its past at {time(row['at'])}: {row['metric']} was"
-        f" {figure(row['value'])} instead of {figure(row['expected'])}."
-        for row in drawn["anomalies"]
-        if row["score"] is not None
-    ]
-    return sentences[:ANOMALY_SENTENCES_MAX]
+    departed = [row for row in drawn["anomalies"] if row["score"] is not None]
+    return [_departure(row) for row in departed[:ANOMALY_SENTENCES_MAX]]
+
+
+def _departure(row: Row) -> str:
+    verb, unit = MEASURED[row["metric"]]
+    return (
+        f"At {time(row['at'])} {row['kind']} {shown(row['subject'])} {verb} {figure(row['value'], unit)};"
+        f" before: {figure(row['expected'], unit)}."
+    )
 
 
 def _incomplete(drawn: Drawn) -> list[str]:
     found: list[str] = []
-    for metric, say in INCOMPLETE.items():
+    for metric, (say, formatted) in INCOMPLETE.items():
         rows = [row for row in drawn["incomplete"] if row["metric"] == metric]
         if rows:
-            parts = ", ".join(f"{shown(row['server'])} {figure(row['value'])}" for row in rows)
+            parts = ", ".join(f"{shown(row['server'])} {formatted(row['value'])}" for row in rows)
             found.append(f"{say}: {parts}.")
     if drawn.clocks_differ_s:
         found.append(
