@@ -111,7 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         grid = Path(arguments.grid).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--grid {arguments.grid} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--grid {arguments.grid} cannot be read: {reason}: give a TOML file") from error
     read_grid(grid, arguments.grid, BalancerOptions(), related=False)
     check_session(arguments)
     out = new_folder(arguments.out, "what-if")

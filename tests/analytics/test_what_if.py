@@ -202,7 +202,7 @@ def test_grids_are_combined_in_tables_of_their_own() -> None:
     ("arguments", "code", "reason"),
     [
         (["{missing}", "--grid", "{grid}"], 2, "there is no folder"),
-        (["{recording}", "--grid", "{missing}"], 2, "cannot be read"),
+        (["{recording}", "--grid", "{missing}"], 2, "cannot be read: No such file or directory: give a TOML file"),
         (["{recording}", "--grid", "{grid}", "--window", "0.5"], 2, "from 1 to 1440 (minutes)"),
         (["{recording}", "--grid", "{grid}", "--window", "inf"], 2, "--window inf"),
         (["{recording}", "--grid", "{grid}", "--window", "nan"], 2, "--window nan"),
