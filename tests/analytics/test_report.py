@@ -18,7 +18,7 @@ from dynamoth_analytics.errors import SparkFailed, spark_errors
 from dynamoth_analytics.jobs import anomalies, channels, load, thresholds
 from dynamoth_analytics.jobs.calibration import recommended
 from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, SINGLE
-from dynamoth_analytics.jobs.runner import COLLECTED_MAX, Drawn
+from dynamoth_analytics.jobs.runner import COLLECTED_MAX, Drawn, Row
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import Recording, made
 from dynamoth_analytics.recorded_settings import DEFAULTS
@@ -107,12 +107,15 @@ def test_the_cause_of_an_overload_is_the_channel_that_rose_and_not_the_busiest(s
 
 
 def test_anomalies_are_said_with_their_units() -> None:
-    odd = {"subject": "s2", "at": BEGIN, "score": 9.0, "value": 838e3, "expected": 237e3}
-    lacks = [
+    odd: Row = {
+        **{"kind": "server", "subject": "s2", "at": BEGIN, "metric": "outgoing_bytes_per_s"},
+        **{"score": 9.0, "value": 838e3, "expected": 237e3},
+    }
+    lacks: list[Row] = [
         {"server": "s2", "metric": "reports_missing", "value": 1},
         {"server": "s1", "metric": "silent_s", "value": 6600},
     ]
-    drawn = Drawn({"anomalies": [{**odd, "kind": "server", "metric": "outgoing_bytes_per_s"}], "incomplete": lacks})
+    drawn = Drawn({"anomalies": [odd], "incomplete": lacks})
     said = findings(drawn)
     assert f"At {BEGIN:%H:%M:%S} server s2 sent 838 kB/s; before: 237 kB/s." in said
     assert "Missing reports, which leave figures of their time incomplete: s2 1." in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dynamoth_analytics.jobs.calibration import SMOOTH
 from dynamoth_analytics.jobs.runner import Drawn, Row
 from dynamoth_analytics.page.html import duration, figure, percent, ratio, shown, time
@@ -19,11 +21,12 @@ MEASURED = {
 }
 """The verb and the unit of each metric of an anomaly."""
 
-INCOMPLETE = {
+INCOMPLETE: dict[str, tuple[str, Callable[[float], str]]] = {
     "reports_missing": ("Missing reports, which leave figures of their time incomplete", figure),
     "silent_s": ("Time without any report", duration),
     "late_s": ("Delays of late reports in all", duration),
 }
+"""What each metric of missing reports means, and how its value is shown."""
 
 CAUSE_SHARE_MIN = 0.3
 """A channel with a smaller part of a server's rise is not called the cause of an overload."""
