@@ -48,7 +48,9 @@ def spark() -> Iterator[SparkSession]:
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.sql.adaptive.enabled": "false",
-        "spark.driver.extraJavaOptions": (f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()} -XX:+UseSerialGC"),
+        "spark.driver.extraJavaOptions": (
+            f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()} -XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+        ),
     }
     session = builder.config(map={**options}).getOrCreate()
     yield session

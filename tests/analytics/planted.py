@@ -1,8 +1,7 @@
 """A recording with planted facts.
 
-Three servers report each second from 10:00 to 10:10 and from 12:00 to 12:10, after a
-restart. ``CHANNELS`` channels have a popularity
-of Zipf's law. The facts are the constants below.
+Three servers report each second from 10:00 to 10:10 and, after a restart, from 12:00 to 12:05. ``CHANNELS`` channels
+have a popularity of Zipf's law. The facts are the constants below.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from tests.analytics.loads import read_rows, write_rows
 Row = Mapping[str, Any]
 
 BEGIN = datetime(2026, 11, 23, 10, tzinfo=UTC)
-REPORTS = 1200
-CHANNELS = 60
+REPORTS, RESTART = 900, 600
+CHANNELS = 45
 EXPONENT = 0.9
 CAPACITY = 1_000_000
 
@@ -44,7 +43,7 @@ PING_PONG, LATER_BACK, ONWARD = "c20", "c21", "c22"
 EVERYWHERE, EVERYWHERE_AT = "00000000000000ff", 450
 """This publisher of c5 is among the busiest of 30 more channels from this second on, for half a minute."""
 
-ALONE = "c59"
+ALONE = f"c{CHANNELS - 1}"
 """The only channel with one publisher."""
 
 SETTINGS = {
@@ -94,7 +93,7 @@ def _noise(*key: object) -> float:
 
 def _at(second: float, late_s: float = 1.05) -> datetime:
     """Return when the report of an interval that begins at ``second`` of the recorded time arrived."""
-    gap = 7200 - REPORTS // 2 if second >= REPORTS // 2 else 0
+    gap = 7200 - RESTART if second >= RESTART else 0
     return BEGIN + timedelta(seconds=second + gap + late_s)
 
 
@@ -114,7 +113,7 @@ def _channels() -> Iterator[Row]:
             yield {
                 "at": _at(second),
                 "server": server,
-                "incarnation": 1 if second < REPORTS // 2 else 2,
+                "incarnation": 1 if second < RESTART else 2,
                 "sequence": second,
                 "interval_s": 1.0,
                 "channel": f"c{rank}" if rank else HOT,
@@ -138,7 +137,7 @@ def _servers(channels: Iterable[Row]) -> Iterator[Row]:
     for key, sent in sums.items():
         report = dict(zip(names, key, strict=True))
         server, second = report["server"], report["sequence"]
-        rising = max(second - REPORTS // 2, 0) * 960.0 if server == "s1" else 0.0
+        rising = max(second - RESTART, 0) * 1920.0 if server == "s1" else 0.0
         odd = 3.0 if (server, second) == ("s2", ODD_AT) else 1.0
         figures = {"outgoing_bytes_per_s_max": CAPACITY, "cpu_ratio": 0.3, "observation_lag_s": 0.0}
         yield {**report, **figures, "outgoing_bytes_per_s": (sent + rising) * odd}
@@ -157,7 +156,7 @@ def _plans() -> Iterator[Row]:
         (PING_PONG, 7, 300, "s1", "s2"),
         (PING_PONG, 11, 570, "s2", "s1"),
         (LATER_BACK, 8, 310, "s1", "s2"),
-        (LATER_BACK, 12, 900, "s2", "s1"),
+        (LATER_BACK, 12, 800, "s2", "s1"),
         (ONWARD, 9, 320, "s1", "s2"),
         (ONWARD, 10, 350, "s2", "s3"),
     ]
