@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal: control characters, as names of others may have, are escaped, but for new lines."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 class DynamothError(Exception):
     """Base of every error that Dynamoth raises.
 

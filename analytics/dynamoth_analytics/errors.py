@@ -66,6 +66,8 @@ def translated(error: Exception) -> DynamothError:
                 "the Python of Spark's workers lacks packages: set PYSPARK_PYTHON to one that has dynamoth[analytics]"
             )
         text = text.strip().splitlines()[-1]
+        if ours := re.search(rf"{BadRecording.__name__}: (.*)", text):
+            return BadRecording(ours[1])
     cause = re.search(r"(?:Caused by|Exception): ?(.*)", text)
     line = (cause[1] if cause and cause[1] else text).strip().splitlines()[0][:MESSAGE_CHARACTERS_MAX]
     return SparkFailed(f"Spark failed: {line}: see --spark-log warn for more")

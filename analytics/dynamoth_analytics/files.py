@@ -18,11 +18,13 @@ from dynamoth_analytics.errors import BadRecording
 arrow: Any = import_module("pyarrow")
 parquet: Any = import_module("pyarrow.parquet")
 
+_SPECIAL = "*?[]{}\\"
+
 NAMED_MAX = 3
 """Most files that a message names."""
 
 _IS_OF_TYPE: dict[Type, Callable[[Any], bool]] = {
-    Type.TIME: arrow.types.is_timestamp,
+    Type.TIME: lambda found: arrow.types.is_timestamp(found) and found.unit in ("us", "ms"),
     Type.TEXT: lambda found: arrow.types.is_string(found) or arrow.types.is_large_string(found),
     Type.WHOLE: arrow.types.is_int64,
     Type.NUMBER: arrow.types.is_float64,
@@ -49,6 +51,7 @@ def check_recording(folder: str, begin: datetime | None, end: datetime | None) -
         raise ConfigError(f"--from {begin:%F %T} is not before --to {end:%F %T}: exchange them")
     if is_url(folder):
         return
+    check_name(folder)
     if not os.path.isdir(folder):
         raise ConfigError(f"there is no folder {folder}: give the one that `dynamoth record --out` wrote")
     if not {each.name for each in _listed(Path(folder))} & TABLES.keys():
@@ -57,6 +60,12 @@ def check_recording(folder: str, begin: datetime | None, end: datetime | None) -
         )
     for name in TABLES:
         files_of(folder, name, begin, end)
+
+
+def check_name(folder: str) -> None:
+    """Refuse the name of a folder that Spark would take for a pattern. Raises ConfigError."""
+    if special := [each for each in _SPECIAL if each in folder]:
+        raise ConfigError(f"{folder} has {special[0]} in its name, which Spark takes for a pattern: rename the folder")
 
 
 def files_of(folder: str, name: str, begin: datetime | None, end: datetime | None) -> dict[Path, list[Path]]:
@@ -111,6 +120,8 @@ def _begin_of(hour: Path) -> datetime:
 def _fault(file: Path, table: str) -> str | None:
     """Return what is wrong with a file, or None. Raises BadRecording when it cannot be looked at."""
     try:
+        if not file.is_file() and file.exists():
+            return "no regular file"
         schema = parquet.read_schema(file)
     except FileNotFoundError:
         return None  # a recorder has merged it with others
@@ -119,6 +130,8 @@ def _fault(file: Path, table: str) -> str | None:
             raise BadRecording(f"{file} cannot be read: {error.strerror}: correct its rights") from error
         return "truncated, or no Parquet file"
     types = dict(zip(schema.names, schema.types, strict=True))
+    if len({name.lower() for name in types}) < len(schema.names):
+        return "the names of two columns differ in case only"
     for column in TABLES[table].columns:
         found = types.get(column.name)
         if found is not None and not _IS_OF_TYPE[column.type](found):

@@ -11,13 +11,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.errors import ConfigError, DynamothError, printable
+from dynamoth_analytics.files import check_name
 from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_FAILED, EXIT_REFUSED
 
 
 def say(line: str) -> None:
     """Print a line at once, so that people see the progress."""
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
 
 
@@ -29,6 +30,7 @@ def new_folder(given: str | None, command: str) -> Path:
 
     """
     out = Path(given or f"{command}-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
+    check_name(str(out))
     try:
         out.mkdir(parents=True, exist_ok=True)
         used = any(out.iterdir())
@@ -63,5 +65,5 @@ def run_alone(
     try:
         return run(parser.parse_args())
     except DynamothError as error:
-        sys.stderr.write(f"dynamoth: {error}\n")
+        sys.stderr.write(f"dynamoth: {printable(str(error))}\n")
         return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED

@@ -8,6 +8,7 @@ Columns that this version does not know are kept; those that are missing are nul
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
     ArrayType,
@@ -198,14 +199,12 @@ class Recording:
                 f"the files of the table {table.name} have no column {' and no '.join(lost)}: is it a recording?"
             )
         selected = [
-            F.col(each.name).cast(each.dataType).alias(each.name)
-            if each.name in types
-            else F.lit(None).cast(each.dataType).alias(each.name)
+            _value(each).alias(each.name) if each.name in types else F.lit(None).cast(each.dataType).alias(each.name)
             for each in SCHEMAS[table.name]
         ]
         self.missing[table.name] = [each.name for each in SCHEMAS[table.name] if each.name not in types]
         known = set(SCHEMAS[table.name].names)
-        return found.select(*selected, *(F.col(f"`{name}`") for name in types if name not in known))
+        return found.select(*selected, *(_named(name) for name in types if name not in known))
 
     def _paths(self, name: str) -> list[str]:
         """Return the folders of the hours that were asked for. Raises BadRecording for broken files in them."""
@@ -214,6 +213,19 @@ class Recording:
         hours = files_of(self.folder, name, self.begin, self.end)
         self._files.update(*hours.values())
         return [str(hour) for hour in hours]
+
+
+def _value(column: StructField) -> Column:
+    """Return the values of a column; a number that is none, or infinite, is unknown."""
+    value = F.col(column.name).cast(column.dataType)
+    if not isinstance(column.dataType, DoubleType):
+        return value
+    return F.when(F.abs(value) < F.lit(math.inf), value)  # Spark takes NaN for larger than all
+
+
+def _named(name: str) -> Column:
+    """Return the column with a name that may have any characters."""
+    return F.col("`" + name.replace("`", "``") + "`")
 
 
 def clocks_ahead(pairs: Sequence[tuple[str, str, float, int]]) -> dict[str, float]:
@@ -271,5 +283,5 @@ def deduplicated(rows: DataFrame, table: Table) -> DataFrame:
     Rows with equal keys differ in ``at`` and ``recorder`` only, so any of them has the other values.
     """
     others = [name for name in rows.columns if name not in ("at", *table.key)]
-    values = [F.min("at").alias("at"), *(F.first(f"`{name}`").alias(name) for name in others)]
-    return rows.groupBy(*table.key).agg(*values).select(*(f"`{name}`" for name in rows.columns))
+    values = [F.min("at").alias("at"), *(F.first(_named(name)).alias(name) for name in others)]
+    return rows.groupBy(*table.key).agg(*values).select(*map(_named, rows.columns))

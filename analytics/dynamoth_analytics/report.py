@@ -28,6 +28,7 @@ from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Drawn
 from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page.drawing import draw
 from dynamoth_analytics.page.findings import findings
+from dynamoth_analytics.page.html import clock
 from dynamoth_analytics.reading import Recording, add_recording, asked_for
 from dynamoth_analytics.recorded_settings import PresentSettings, present_settings
 from dynamoth_analytics.session import add_session, check_session, open_session
@@ -40,6 +41,9 @@ SLOTS = ((15 * 60, 1), (3 * 3600, 5), (24 * 3600, 30), (math.inf, 60))
 """Length of slots in seconds, for recordings up to a length: a short one would have few slots of a minute."""
 
 MAIN_FINDINGS = 3
+
+USUAL = 0.95
+"""In this part of the slots, a load rises above its mean by no more than the usual rise."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -92,10 +96,15 @@ def _follow(arguments: argparse.Namespace, where: str, begin: datetime | None) -
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The time that the reports of a recording cover, the usual interval between them, and the largest server."""
+    """The time from the first report of a recording to the last one, and what is usual in it.
+
+    ``covered_s`` is the time with reports, to a minute: a report with a wrong time may be years away. ``interval_s`` is
+    that between the reports of the slowest agent. ``capacity`` is that of the largest server.
+    """
 
     begin: datetime
     end: datetime
+    covered_s: float
     interval_s: float
     capacity: float
 
@@ -107,8 +116,28 @@ class Extent:
     @property
     def slot_s(self) -> int:
         """How long the slots of its load are."""
-        by_length = next(slot_s for limit, slot_s in SLOTS if self.seconds <= limit)
-        return max(by_length, math.ceil(self.interval_s))  # a shorter slot would lack the reports of most servers
+        by_length = next(slot_s for limit, slot_s in SLOTS if self.covered_s <= limit)
+        # A shorter slot would lack reports of some servers.
+        return max(by_length, min(math.ceil(self.interval_s), SLOTS[-1][1]))
+
+
+def extent_of(servers: DataFrame) -> Extent | None:
+    """Return the extent of a table of servers; None where it has no report."""
+    minute = F.floor(F.col("at").cast("double") / 60)
+    by_server = servers.groupBy("server").agg(
+        F.min("at").cast("double").alias("begin"),
+        F.max("at").cast("double").alias("end"),
+        F.count_distinct(minute).alias("minutes"),
+        F.percentile_approx("interval_s", 0.5).alias("interval_s"),
+        F.max("outgoing_bytes_per_s_max").alias("capacity"),
+    )
+    largest = (F.max(name).alias(name) for name in ("end", "minutes", "interval_s", "capacity"))
+    row = by_server.agg(F.min("begin").alias("begin"), *largest).collect()[0]
+    if row["begin"] is None:
+        return None
+    begin, end = (datetime.fromtimestamp(row[name], UTC) for name in ("begin", "end"))
+    covered_s = min((end - begin).total_seconds(), row["minutes"] * 60.0)
+    return Extent(begin, end, covered_s, row["interval_s"] or 1.0, float(row["capacity"] or 1))
 
 
 class Report:
@@ -128,6 +157,7 @@ class Report:
         drawn = self._jobs.drawn
         drawn.settings, drawn.settings_recorded = settings.numbers, settings.recorded
         drawn.missing, drawn.files_gone = self._recording.missing, self._recording.files_gone()
+        drawn.slot_s, drawn.when = extent.slot_s, clock(extent.begin, extent.end)
         drawn.clocks_differ_s = self._recording.clocks_differ_s
         sentences = findings(drawn)
         toml = recommended(drawn, settings)
@@ -136,20 +166,13 @@ class Report:
         return sentences
 
     def _extent(self, servers: DataFrame) -> Extent:
-        row = servers.agg(
-            F.min("at").cast("double").alias("begin"),
-            F.max("at").cast("double").alias("end"),
-            F.percentile_approx("interval_s", 0.5).alias("interval_s"),
-            F.max("outgoing_bytes_per_s_max").alias("capacity"),
-        ).collect()[0]
-        if row["begin"] is None:
-            asked = self._recording.begin or self._recording.end
-            cure = "choose other times for --from and --to" if asked else "record for longer than one report interval"
-            raise BadRecording(
-                f"{self._recording.folder} has no report of a server{' in this time' if asked else ''}: {cure}"
-            )
-        begin, end = (datetime.fromtimestamp(row[name], UTC) for name in ("begin", "end"))
-        return Extent(begin, end, row["interval_s"] or 1.0, float(row["capacity"] or 1))
+        if (extent := extent_of(servers)) is not None:
+            return extent
+        asked = self._recording.begin or self._recording.end
+        cure = "choose other times for --from and --to" if asked else "record for longer than one report interval"
+        raise BadRecording(
+            f"{self._recording.folder} has no report of a server{' in this time' if asked else ''}: {cure}"
+        )
 
     def _run(self, servers: DataFrame, extent: Extent, settings: Mapping[str, float]) -> None:
         recording, jobs, slot_s = self._recording, self._jobs, extent.slot_s
@@ -157,7 +180,11 @@ class Report:
         slots = jobs.run("channel_slots", lambda: channels.channel_slots(rows, slot_s))
         plan_rows = recording.table("plans")
         step = max(1, math.ceil(extent.seconds / slot_s / SLOTS_DRAWN_MAX)) * slot_s
-        load_jobs(jobs, servers, slots, slot_s=slot_s, drawn_slot_s=step, high=settings["load_ratio_high"])
+        server_loads = load_jobs(
+            jobs, servers, slots, slot_s=slot_s, drawn_slot_s=step, high=settings["load_ratio_high"]
+        )
+        rise = F.percentile_approx(F.col("ratio_max") - F.col("ratio"), USUAL)
+        jobs.draw("rise", server_loads.agg(rise.alias("rise")))
         loads = channel_jobs(jobs, slots, channels.replicated_spans(recording.until_end("plans")), slot_s)
         modes = jobs.run(
             "replication", lambda: channels.replication(loads, settings, extent.capacity), F.desc("seconds")
@@ -204,8 +231,7 @@ def capacities(drawn: Drawn, *, at_break: bool = False) -> dict[str, float]:
 
 def recommended(drawn: Drawn, settings: PresentSettings) -> str:
     """Return the recommended settings as TOML."""
-    rises = sorted(row["ratio_max"] - row["ratio"] for row in drawn["load"] if row["ratio"] is not None)
-    rise = rises[len(rises) * 95 // 100] if rises else None
+    rise = drawn["rise"][0]["rise"]
     more = thresholds.thresholds(drawn["outgrown"], settings.numbers)
     breaks = drawn["break_points"]
     return calibration.recommended(breaks, capacities(drawn), settings.urls, rise, settings.numbers, more)

@@ -152,7 +152,9 @@ def _missing(command: Command) -> str | None:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"dynamoth: {message}\n")
+    from dynamoth.errors import printable
+
+    sys.stderr.write(f"dynamoth: {printable(message)}\n")
     return code
 
 

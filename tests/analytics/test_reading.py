@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.errors import BadRecording
+from dynamoth_analytics.files import arrow, parquet
 from dynamoth_analytics.reading import SCHEMAS, Recording, clocks_ahead
 from dynamoth_analytics.report import Report
 from dynamoth_analytics.session import check_java
@@ -83,6 +85,18 @@ def test_columns_of_other_versions(spark: SparkSession, small: Path) -> None:
     assert rows.columns == [*SCHEMAS["servers"].names, "colour"]
     assert {row["colour"] for row in rows.collect()} == {"red"}
     assert recording.missing["servers"] == ["cpu_ratio"]
+
+
+def test_numbers_that_are_none_are_unknown(spark: SparkSession, small: Path) -> None:
+    numbers = {"cpu_ratio": math.nan, "outgoing_bytes_per_s": math.inf, "incoming_bytes_per_s": -math.inf}
+    file = files_of(small)[0]
+    for name, number in numbers.items():
+        replace_column(file, name, number)
+    whole = parquet.read_table(file)
+    parquet.write_table(whole.append_column("a`b", whole.column("server")), file)
+    row = Recording(spark, str(small)).table("servers").orderBy("at").collect()[0]
+    assert [row[name] for name in numbers] == [None, None, None]
+    assert (row["interval_s"], row["a`b"]) == (1.0, "s1")
 
 
 def test_rows_that_are_there_twice_count_once(spark: SparkSession, tmp_path: Path) -> None:
@@ -176,6 +190,34 @@ def test_files_with_a_column_of_another_type_are_named(small: Path, capsys: pyte
     assert "cannot read " + ", ".join(f"{file} (its column sequence is string, not whole)" for file in odd) in line
 
 
+def test_tables_that_spark_could_not_read_are_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times as pandas writes them, and columns whose names differ for all but Spark."""
+    file = files_of(small)[0]
+    whole = parquet.read_table(file)
+    index = whole.schema.get_field_index("at")
+    times = whole.column("at").cast(arrow.timestamp("ns", "UTC"))
+    parquet.write_table(whole.set_column(index, "at", times), file, version="2.6")
+    assert "its column at is timestamp[ns, tz=UTC], not time" in refused(capsys, small)[1]
+    parquet.write_table(whole.append_column("AT", whole.column("at")), file)
+    assert "the names of two columns differ in case only" in refused(capsys, small)[1]
+
+
+def test_names_that_spark_takes_for_patterns_are_refused(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = small.rename(small.with_name("s[1]"))
+    assert refused(capsys, odd)[1] == (
+        f"dynamoth: configuration: {odd} has [ in its name, which Spark takes for a pattern: rename the folder"
+    )
+    small = odd.rename(odd.with_name("small"))
+    assert refused(capsys, small, "--out", small.with_name("o*"))[0] == 2
+
+
+def test_what_names_have_of_control_characters_is_shown_and_not_obeyed(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files_of(small)[1].with_name("\x1b[31mred\x07.parquet").write_bytes(b"broken")
+    assert "\\x1b[31mred\\x07.parquet" in refused(capsys, small)[1]
+
+
 def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty := small.parent / "empty").mkdir()
     out = ["--out", str(small.parent / "out")]
@@ -204,7 +246,10 @@ def test_a_folder_that_is_no_hour_is_named(small: Path, capsys: pytest.CaptureFi
 def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (odd := files_of(small)[1].with_name("x.parquet")).mkdir()
     code, line = refused(capsys, small)
-    assert code == 1 and f"cannot read {odd} (truncated, or no Parquet file)" in line
+    assert code == 1 and f"cannot read {odd} (no regular file)" in line
+    odd.rmdir()
+    os.mkfifo(odd)
+    assert refused(capsys, small) == (code, line), "nobody writes into it"
 
 
 @pytest.mark.parametrize("url", ["--master=spark", "--remote=sc"])

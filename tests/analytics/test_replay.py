@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 
 from dynamoth.plan.plan import Assignment, Mode, single
-from dynamoth_analytics.replay.replay import Moved, Outcome, RecordedReport, RecordedWindow, recorded_anew, replay
+from dynamoth_analytics.errors import BadRecording
+from dynamoth_analytics.replay.replay import (
+    Moved,
+    Outcome,
+    RecordedReport,
+    RecordedWindow,
+    measured,
+    recorded_anew,
+    replay,
+)
+from dynamoth_analytics.replay.windows import recorded_log, recorded_step
 from dynamoth_balancer.options import BalancerOptions
 from tests.analytics.loads import BEGIN, at_home, load, rising
 
@@ -95,6 +105,26 @@ def test_a_server_whose_reports_stop_gets_no_channels() -> None:
     window = load(60, OVERLOAD)
     kept = [each for each in window.reports if each.report.server != "s2" or each.at < BEGIN + 10]
     assert {move.after for move in outcome(replace(window, reports=kept)).moves} == {single("s3")}
+
+
+def test_a_server_that_has_left_does_not_count_in_the_imbalance() -> None:
+    busy, *quiet = (at_home(server, 1)[0] for server in ("s1", "s2", "s3"))
+    window = load(300, lambda _: {busy: 90_000.0, quiet[0]: 30_000.0, quiet[1]: 30_000.0})
+    whole = measured(window, 0.8).imbalance
+    kept = [each for each in window.reports if each.report.server != "s1" or each.at < BEGIN + 60]
+    assert whole > 1.3
+    part = measured(replace(window, reports=kept), 0.8).imbalance
+    assert part == pytest.approx(1 + (whole - 1) * 65 / 300, abs=0.02), "the others are loaded alike"
+
+
+def test_rows_that_no_balancer_wrote_are_named() -> None:
+    step = {"at": 1.0, "channel": "c", "phase": "settled", "to_mode": "single", "to_servers": ["s1", "s2"]}
+    with pytest.raises(BadRecording, match=r"^the table plans has a row that no balancer wrote: .*'to_mode': 'single'"):
+        recorded_step(step)
+    for row in ({"reports": ["odd"]}, {"settled": ["odd"]}, {"kind": "move", "decision": 1, "channel": "c"}):
+        line = {"at": 1.0, "number": 1, "line": 0, "kind": "look", "clock_s": 1.0, **row}
+        with pytest.raises(BadRecording, match=r"^the table decisions has a row that no balancer wrote"):
+            recorded_log([line])
 
 
 def test_a_window_without_reports_has_no_outcome() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from dynamoth_analytics.jobs.runner import COLLECTED_MAX, Drawn, Row
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import Recording, made
 from dynamoth_analytics.recorded_settings import DEFAULTS
-from dynamoth_analytics.report import PAGE, SETTINGS_FILE, Extent
+from dynamoth_analytics.report import PAGE, SETTINGS_FILE, Extent, extent_of
 from dynamoth_cli.main import main
 from tests.analytics.conftest import Written
 from tests.analytics.planted import (
@@ -48,6 +49,7 @@ Rows = Callable[[str], list[Any]]
 LOADS = (
     "slot timestamp, server string, overloaded boolean, covered_s double, ratio_max double, outgoing_bytes_per_s double"
 )
+REPORTS_SCHEMA = "server string, at timestamp, interval_s double, outgoing_bytes_per_s_max long"
 SLOTS = "server string, slot timestamp, channel string, bytes_out long"
 
 
@@ -123,10 +125,11 @@ def test_anomalies_are_said_with_their_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length_s", "interval_s", "slot_s"), [(60, 1.0, 1), (60, 0.5, 1), (600, 5.0, 5), (7000, 2.5, 5), (90_000, 1.0, 60)]
+    ("length_s", "interval_s", "slot_s"),
+    [(60, 1.0, 1), (60, 0.5, 1), (600, 5.0, 5), (7000, 2.5, 5), (90_000, 1.0, 60), (90_000, 300.0, 60)],
 )
 def test_a_slot_is_no_shorter_than_the_interval_of_reports(length_s: int, interval_s: float, slot_s: int) -> None:
-    assert Extent(BEGIN, BEGIN + timedelta(seconds=length_s), interval_s, 1e6).slot_s == slot_s
+    assert Extent(BEGIN, BEGIN + timedelta(seconds=length_s), length_s, interval_s, 1e6).slot_s == slot_s
 
 
 def test_reports_that_came_late_were_not_missing(spark: SparkSession) -> None:
@@ -138,6 +141,62 @@ def test_reports_that_came_late_were_not_missing(spark: SparkSession) -> None:
     servers = made(spark, rows, "at timestamp, server string, incarnation long, sequence long, interval_s double")
     found = {(row["kind"], row["metric"], row["value"]) for row in anomalies.missing_reports(servers).collect()}
     assert found == {("late", "late_s", 30.0), ("missing", "silent_s", 30.0)}
+
+
+def test_a_clock_that_goes_back_loses_no_report(spark: SparkSession) -> None:
+    """That of the recorder's machine: reports come in the order of their numbers all the same."""
+    rows = [
+        (BEGIN + timedelta(seconds=number - (60 if number >= 100 else 0)), "s1", 1, number, 1.0)
+        for number in range(200)
+        if number != 150
+    ]
+    servers = made(spark, rows, "at timestamp, server string, incarnation long, sequence long, interval_s double")
+    found = [(row["metric"], row["value"]) for row in anomalies.missing_reports(servers).collect()]
+    assert found == [("reports_missing", 1.0)]
+
+
+def test_the_popularity_of_reports_that_are_cut_is_that_of_what_they_always_name(spark: SparkSession) -> None:
+    """100 reports with the 50 busiest of 400 channels; which of the rarer ones these are is chance."""
+    random = Random(1)
+    rates = [3000 / rank for rank in range(1, 401)]
+    named: dict[str, list[float]] = {}
+    unnamed = 0.0
+    for _ in range(100):
+        counts = sorted(((random.gauss(rate, rate**0.5), number) for number, rate in enumerate(rates)), reverse=True)
+        for count, number in counts[:50]:
+            named.setdefault(f"c{number:03}", []).append(count)
+        unnamed += sum(count for count, _ in counts[50:])
+    rows = [(channel, len(counts), sum(counts)) for channel, counts in named.items()]
+    summary = made(spark, rows, "channel string, slots int, publications double")
+    rest = made(spark, [(None, unnamed)], "channel string, publications double")
+    [fit] = channels.popularity(summary, rest).collect()
+    assert fit["exponent"] == pytest.approx(1.0, abs=0.03) and fit["channels"] < 50
+    [biased] = channels.popularity(summary, made(spark, [], rest.schema)).collect()
+    assert biased["exponent"] > 1.2 and biased["channels"] > 50, "of all that were named"
+
+
+def test_a_server_that_was_overloaded_for_less_than_a_slot_is_named() -> None:
+    row = {"server": "s1", "ratio_max": 0.95}
+    said = findings(Drawn({"servers": [row]}, settings={"load_ratio_high": 0.8}, slot_s=60))
+    shortly = "No server was overloaded for 60 s or longer: the highest load ratio was 0.95, at s1, for a shorter time."
+    assert said[0] == shortly
+
+
+def test_a_report_with_a_wrong_time_does_not_make_slots_longer(spark: SparkSession) -> None:
+    times = [datetime(1970, 1, 1, tzinfo=UTC), *(BEGIN + timedelta(seconds=number) for number in range(30))]
+    rows = [("s1", at, 1.0, 1_000_000) for at in times]
+    extent = extent_of(made(spark, rows, REPORTS_SCHEMA))
+    assert extent is not None and (extent.slot_s, extent.seconds > 1e9) == (1, True)
+
+
+def test_slots_are_as_long_as_the_interval_of_the_slowest_agent(spark: SparkSession) -> None:
+    rows = [
+        (server, BEGIN + timedelta(seconds=second), float(interval_s), 1_000_000)
+        for server, interval_s in (("s1", 1), ("s2", 1), ("s3", 10))
+        for second in range(0, 120, interval_s)
+    ]
+    extent = extent_of(made(spark, rows, REPORTS_SCHEMA))
+    assert extent is not None and extent.slot_s == 10
 
 
 def test_a_channel_that_moves_or_was_replicated_before_keeps_its_rate(spark: SparkSession) -> None:

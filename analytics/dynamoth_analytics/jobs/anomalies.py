@@ -141,9 +141,10 @@ def missing_reports(servers: DataFrame) -> DataFrame:
     Where no report is missing between two that came far apart, the agent was not silent: the recorder, or the way to
     it, was late.
     """
+    # By their numbers, as the clock of a recorder may go back.
+    numbered = Window.partitionBy("server", "incarnation").orderBy("sequence")
+    left_out = F.col("sequence") - F.lag("sequence").over(numbered) - 1
     order = Window.partitionBy("server").orderBy("at")
-    same = F.lag("incarnation").over(order) == F.col("incarnation")
-    left_out = F.when(same, F.col("sequence") - F.lag("sequence").over(order) - 1)
     silent_s = F.col("at").cast("double") - F.lag("at").over(order).cast("double")
     rows = servers.withColumn("left_out", left_out).withColumn("silent_s", silent_s)
     lost = rows.where("left_out > 0").select(

@@ -31,8 +31,9 @@ COLUMNS = (
 
 ZIPF_CHANNELS_MIN, ZIPF_CHANNELS_MAX = 10, 1000
 ZIPF_PUBLICATIONS_MIN = 30
+ZIPF_NAMED_MIN = 0.99
 """The popularity is fitted to the busiest channels: at most as many as reports name, and those with counts that chance
-changes by less than a fifth."""
+changes by less than a fifth. Where reports are cut, only to those that are named in nearly all slots."""
 
 
 def channel_slots(channels: DataFrame, slot_s: int) -> DataFrame:
@@ -101,10 +102,10 @@ def channel_loads(slots: DataFrame, spans: DataFrame, slot_s: int) -> DataFrame:
 def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
     """Return one row per channel.
 
-    Rates are those of the time in which reports name the channel. ``p_ratio`` and ``s_ratio`` are those of Algorithm 1
-    (Dynamoth, III-B.1): publications/s per subscriber, and subscribers per publication/s. ``share`` is that of all
-    bytes sent to subscribers, of the channels that reports do not name as well. ``churn_per_minute`` is the mean change
-    of the number of subscribers: a lower bound of those who came and went.
+    Rates are those of the time in which reports name the channel, in so many ``slots``. ``p_ratio`` and ``s_ratio`` are
+    those of Algorithm 1 (Dynamoth, III-B.1): publications/s per subscriber, and subscribers per publication/s.
+    ``share`` is that of all bytes sent to subscribers, of the channels that reports do not name as well.
+    ``churn_per_minute`` is the mean change of the number of subscribers: a lower bound of those who came and went.
     """
     before = Window.partitionBy("channel").orderBy("slot")
     changed = F.abs(F.col("subscribers") - F.lag("subscribers").over(before))
@@ -112,6 +113,7 @@ def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
         loads.withColumn("changed", changed)
         .groupBy("channel")
         .agg(
+            F.count("*").alias("slots"),
             F.sum("seconds").alias("seconds"),
             F.sum("publications").alias("publications"),
             F.sum("bytes_out").alias("bytes_out"),
@@ -127,6 +129,7 @@ def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
     rate = F.col("publications") / seconds
     return figures.crossJoin(total).select(
         "channel",
+        "slots",
         "seconds",
         "publications",
         rate.alias("publications_per_s"),
@@ -189,14 +192,22 @@ def replication(loads: DataFrame, settings: Mapping[str, float], capacity: float
     )
 
 
-def popularity(summary: DataFrame) -> DataFrame:
+def popularity(summary: DataFrame, slots: DataFrame) -> DataFrame:
     """Fit Zipf's law to the publications of the busiest channels: one row.
+
+    Where reports had no room for all channels, those that are not named all the time are left out: their publications
+    are not all known, and the exponent would be too large.
 
     ``exponent`` s of publications ~ rank^-s, by linear regression of the logarithms, and its standard error. The errors
     of ranked data depend on each other, so the true one is larger. Null with fewer than ``ZIPF_CHANNELS_MIN``.
     """
+    unnamed = slots.where("channel is null").agg(F.coalesce(F.sum("publications"), F.lit(0)).alias("unnamed"))
+    most = summary.agg(F.max("slots").alias("slots_max"))
+    is_whole = (F.col("unnamed") == 0) | (F.col("slots") >= ZIPF_NAMED_MIN * F.col("slots_max"))
     top = (
-        summary.where(F.col("publications") >= ZIPF_PUBLICATIONS_MIN)
+        summary.crossJoin(F.broadcast(unnamed))
+        .crossJoin(F.broadcast(most))
+        .where(is_whole & (F.col("publications") >= ZIPF_PUBLICATIONS_MIN))
         .orderBy(F.desc("publications"), "channel")
         .limit(ZIPF_CHANNELS_MAX)
     )

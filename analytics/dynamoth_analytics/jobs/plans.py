@@ -14,6 +14,9 @@ GAIN_MIN = 0.01
 AROUND_S = 10.0
 """Latency is compared over this time before and after a change."""
 
+CHANGE_S_MAX = 3600.0
+"""Of a change that took longer, this time is compared: it was stuck, or the recording lacks its end."""
+
 SLOT_S = 60
 
 
@@ -115,6 +118,7 @@ def latency_around(changes: DataFrame, latency: DataFrame) -> DataFrame:
         .agg(
             F.min("at").alias("begin"), F.max("done").alias("end"), F.count_distinct(F.col("channel")).alias("channels")
         )
+        .withColumn("end", F.least("end", F.timestamp_seconds(F.col("begin").cast("double") + CHANGE_S_MAX)))
     )
     begin_s, end_s, at_s = (F.col(name).cast("double") for name in ("begin", "end", "at"))
     slots = F.sequence(F.floor((begin_s - AROUND_S) / SLOT_S), F.floor((end_s + AROUND_S) / SLOT_S))

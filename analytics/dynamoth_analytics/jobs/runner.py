@@ -13,6 +13,8 @@ from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
 from dynamoth_analytics.jobs import channels, load
+from dynamoth_analytics.page.html import When
+from dynamoth_analytics.page.html import time as time_of_day
 
 Row = Mapping[str, Any]
 
@@ -36,6 +38,10 @@ class Drawn:
     #: The settings in force, and how they are known.
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     settings_recorded: bool = False
+    #: Length of a slot in seconds.
+    slot_s: int = 1
+    #: How times are written.
+    when: When = time_of_day
     #: How far the clocks of recorders are apart; 0: they agree.
     clocks_differ_s: float = 0.0
     #: Files that were there at the begin and not at the end, as recorders merge and delete files.
@@ -75,8 +81,10 @@ class Jobs:
         self.drawn.rows[name] = [_utc(row.asDict()) for row in rows.limit(rows_max).collect()]
 
 
-def load_jobs(jobs: Jobs, servers: DataFrame, slots: DataFrame, *, slot_s: int, drawn_slot_s: int, high: float) -> None:
-    """Run the jobs about servers.
+def load_jobs(
+    jobs: Jobs, servers: DataFrame, slots: DataFrame, *, slot_s: int, drawn_slot_s: int, high: float
+) -> DataFrame:
+    """Run the jobs about servers, and return their loads (:func:`load.load`).
 
     Args:
         jobs: runs them.
@@ -93,13 +101,14 @@ def load_jobs(jobs: Jobs, servers: DataFrame, slots: DataFrame, *, slot_s: int, 
     jobs.draw("balance", _coarser(jobs.run("balance", lambda: load.balance(loads)), drawn_slot_s))
     jobs.run("servers", lambda: load.by_server(loads), F.desc("ratio_max"), rows_max=COLLECTED_MAX)
     jobs.run("overloads", lambda: load.overloads(loads, slots, slot_s), F.desc("minutes"))
+    return loads
 
 
 def channel_jobs(jobs: Jobs, slots: DataFrame, spans: DataFrame, slot_s: int) -> DataFrame:
     """Run the jobs about channels, and return their loads (:func:`channels.channel_loads`)."""
     loads = jobs.run("channel_loads", lambda: channels.channel_loads(slots, spans, slot_s))
     summary = jobs.run("channels", lambda: channels.by_channel(loads, slots), F.desc("bytes_out"))
-    jobs.run("popularity", lambda: channels.popularity(summary), "channels")
+    jobs.run("popularity", lambda: channels.popularity(summary, slots), "channels")
     return loads
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -13,10 +13,11 @@ from dynamoth_analytics.page.findings import cause
 from dynamoth_analytics.page.html import (
     Axes,
     Series,
+    When,
     bars,
     chart,
+    clock,
     code,
-    day_and_time,
     duration,
     figure,
     page,
@@ -26,10 +27,7 @@ from dynamoth_analytics.page.html import (
     section,
     shown,
     table,
-    time,
 )
-
-When = Callable[[datetime | None], str]
 
 BARS_MAX = 12
 RESPONSE_SERVERS_MAX = 4
@@ -47,7 +45,7 @@ def draw(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime,
     """Return the page."""
     span = f"{begin:%Y-%m-%d %H:%M:%S} to {end:%Y-%m-%d %H:%M:%S} UTC, {duration((end - begin).total_seconds())}"
     subtitle = f"{span}; {_counted(drawn)}"
-    when = _when(begin, end)
+    when = clock(begin, end)
     parts = (
         *(_load(drawn, when), _channels(drawn, _judged(drawn)), _plans(drawn, when), _calibration(drawn, toml)),
         *(_departures(drawn, when), _gaps(drawn, when)),
@@ -58,14 +56,9 @@ def draw(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime,
 def draw_recent(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime) -> str:
     """Return the page of a report that follows a recording. Browsers load it again and again."""
     subtitle = f"{begin:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S} UTC; {_counted(drawn)}"
-    when = _when(begin, end)
+    when = clock(begin, end)
     parts = _load(drawn, when), _channels(drawn), _departures(drawn, when)
     return page("A Dynamoth cluster, now", subtitle, sentences, parts, refresh_s=REFRESH_S)
-
-
-def _when(begin: datetime, end: datetime) -> When:
-    """Return how times are written: with the day, if there are several."""
-    return time if begin.date() == end.date() else day_and_time
 
 
 def _counted(drawn: Drawn) -> str:

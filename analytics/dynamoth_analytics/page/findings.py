@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dynamoth_analytics.jobs.calibration import SMOOTH
 from dynamoth_analytics.jobs.runner import Drawn, Row
-from dynamoth_analytics.page.html import duration, figure, percent, ratio, shown, time
+from dynamoth_analytics.page.html import When, duration, figure, percent, ratio, shown
 
 ANOMALY_SENTENCES_MAX = 2
 OVERLOADS_NAMED_MAX = 2
@@ -42,24 +42,29 @@ def _overload(drawn: Drawn) -> list[str]:
     if overloads := sorted(drawn["overloads"], key=lambda row: row["minutes"], reverse=True):
         worst, *others = overloads
         sentences = [
-            f"{shown(worst['server'])} was overloaded for {duration(worst['minutes'] * 60)} from {time(worst['begin'])}"
+            f"{shown(worst['server'])} was overloaded for {_span(worst, drawn.when)}"
             f" (load ratio up to {ratio(worst['ratio_max'])}); {cause(worst)}."
         ]
         if others:
             named = "; ".join(
-                f"{shown(row['server'])} for {duration(row['minutes'] * 60)} from {time(row['begin'])}, {cause(row)}"
+                f"{shown(row['server'])} for {_span(row, drawn.when)}, {cause(row)}"
                 for row in others[:OVERLOADS_NAMED_MAX]
             )
             rest = drawn.counts["overloads"] - 1 - len(others[:OVERLOADS_NAMED_MAX])
-            sentences.append(f"Other overloads: {named}{f'; and {rest} shorter ones' if rest else ''}.")
+            sentences.append(f"Other overloads: {named}{f'; and {rest} more' if rest else ''}.")
         return sentences
     servers = [row for row in drawn["servers"] if row["ratio_max"] is not None]
     if not servers:
         return ["No server reported its load."]
     top = max(servers, key=lambda row: row["ratio_max"])
-    return [
-        f"No server was overloaded: the highest load ratio was {ratio(top['ratio_max'])}, at {shown(top['server'])}."
-    ]
+    highest = f"the highest load ratio was {ratio(top['ratio_max'])}, at {shown(top['server'])}"
+    if top["ratio_max"] > drawn.settings["load_ratio_high"]:
+        return [f"No server was overloaded for {duration(drawn.slot_s)} or longer: {highest}, for a shorter time."]
+    return [f"No server was overloaded: {highest}."]
+
+
+def _span(row: Row, when: When) -> str:
+    return f"{duration(row['minutes'] * 60)} from {when(row['begin'])}"
 
 
 def cause(row: Row) -> str:
@@ -130,13 +135,13 @@ def _replication(drawn: Drawn) -> list[str]:
 
 def _anomalies(drawn: Drawn) -> list[str]:
     departed = [row for row in drawn["anomalies"] if row["score"] is not None]
-    return [_departure(row) for row in departed[:ANOMALY_SENTENCES_MAX]]
+    return [_departure(row, drawn.when) for row in departed[:ANOMALY_SENTENCES_MAX]]
 
 
-def _departure(row: Row) -> str:
+def _departure(row: Row, when: When) -> str:
     verb, unit = MEASURED[row["metric"]]
     return (
-        f"At {time(row['at'])} {row['kind']} {shown(row['subject'])} {verb} {figure(row['value'], unit)};"
+        f"At {when(row['at'])} {row['kind']} {shown(row['subject'])} {verb} {figure(row['value'], unit)};"
         f" before: {figure(row['expected'], unit)}."
     )
 

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 
+from dynamoth.errors import printable
+
+When = Callable[[datetime | None], str]
+"""How a time is written."""
+
 NAME_CHARACTERS_MAX = 80
 """Longer names are cut where people read them; the tables in Parquet have them whole."""
 
@@ -54,15 +59,16 @@ def shown(name: str | None) -> str:
     """Return a name as people may read it: without control characters, and not too long."""
     if name is None:
         return "(none)"
-    printable = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in name)
-    return printable if len(printable) <= NAME_CHARACTERS_MAX else f"{printable[: NAME_CHARACTERS_MAX - 1]}…"
+    text = printable(name).replace("\n", "\\n")
+    return text if len(text) <= NAME_CHARACTERS_MAX else f"{text[: NAME_CHARACTERS_MAX - 1]}…"
 
 
 def figure(value: float | None, unit: str = "") -> str:
     """Return a number with three digits that matter, all of whole ones below 10,000; a dash when it is unknown."""
     if value is None or not math.isfinite(value):
         return "-"
-    rounded = float(f"{value:.3g}")
+    is_small = value == int(value) and abs(value) < PREFIXES[-1][0]
+    rounded = value if is_small else float(f"{value:.3g}")
     for limit, prefix, scale in PREFIXES:
         if abs(rounded) >= limit:
             return f"{float(f'{rounded / scale:.3g}'):.15g} {prefix}{unit}".rstrip()
@@ -78,6 +84,11 @@ def ratio(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """Return a share."""
     return "-" if value is None else f"{value:.0%}"
+
+
+def clock(begin: datetime, end: datetime) -> When:
+    """Return how times from ``begin`` to ``end`` are written: with the day, if there are several."""
+    return time if begin.date() == end.date() else day_and_time
 
 
 def time(at: datetime | None) -> str:

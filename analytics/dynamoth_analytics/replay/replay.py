@@ -40,7 +40,7 @@ SETTLE_S = 0.3
 
 STALE_S = 5.0
 STALE_INTERVALS = 3
-"""A channel's traffic at a server counts for the longer of these after the report."""
+"""A server's load, and a channel's traffic there, count for the longer of these after the report."""
 
 TRANSITION_S_MAX = 60.0
 """A recorded transition that has not settled by then is not waited for: the end of it may be missing."""
@@ -432,18 +432,21 @@ class _Totals:
     def __init__(self, overload_ratio: float, begin: float) -> None:
         self._overload_ratio = overload_ratio
         self._at = begin
-        self._ratios: dict[str, float] = {}
+        #: By server, its latest load ratio, and until when that counts.
+        self._ratios: dict[str, tuple[float, float]] = {}
         self._overload_s = self._server_s = self._weight_s = self._sum = self._ratio_max = 0.0
         self._imbalance = self._imbalance_s = 0.0
 
     def add(self, report: Report, at: float) -> None:
         ratio, interval_s = report.load_ratio, report.interval_s
-        mean = sum(self._ratios.values()) / len(self._ratios) if self._ratios else 0.0
+        self._ratios = {server: known for server, known in self._ratios.items() if known[1] > self._at}
+        ratios = [each for each, _ in self._ratios.values()]
+        mean = sum(ratios) / len(ratios) if ratios else 0.0
         if mean:
-            self._imbalance += (at - self._at) * max(self._ratios.values()) / mean
+            self._imbalance += (at - self._at) * max(ratios) / mean
             self._imbalance_s += at - self._at
         self._at = at
-        self._ratios[report.server] = ratio
+        self._ratios[report.server] = ratio, at + max(STALE_S, STALE_INTERVALS * interval_s)
         self._overload_s += interval_s * (ratio > self._overload_ratio)
         self._server_s += interval_s * any(report.columns.bytes_out[:1])
         self._sum += ratio * interval_s

@@ -21,9 +21,11 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from dynamoth.errors import PlanError
 from dynamoth.plan.plan import Assignment
 from dynamoth.protocol.reports import ChannelColumns, Report
 from dynamoth.recording import channel_bytes
+from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.replay.agreement import BalancerLog, RecordedDecision, ReportKey
 from dynamoth_analytics.replay.replay import (
@@ -46,6 +48,9 @@ WHOLE = -1
 WHOLE_S_MAX = 3600.0
 
 MOMENT_S = 1e-6
+
+ROW_SHOWN_MAX = 200
+"""Characters of a row in a message."""
 
 _LEADS = "leads"
 """Marks when a balancer was first heard of, among the rows of pauses."""
@@ -252,9 +257,8 @@ def recorded_log(rows: Iterable[Mapping[str, Any]]) -> BalancerLog:
         at = row["at"] if row.get("clock_s") is None else row["clock_s"] + offset
         new = {key: max(clock_s + offset, after) for key, clock_s in map(_heard, row.get("reports") or ())}
         heard |= new
-        for text in row.get("settled") or ():
-            clock, channel = text.split(" ", 1)
-            settled.append((max(float(clock) + offset, after), channel_bytes(channel)))
+        for clock_s, channel in map(_settled, row.get("settled") or ()):
+            settled.append((max(clock_s + offset, after), channel))
         if row.get("clock_s") is not None:
             after = at + MOMENT_S
             looks |= {} if row["kind"] in ("paused", "resumed") else {at: None}
@@ -267,15 +271,34 @@ def recorded_log(rows: Iterable[Mapping[str, Any]]) -> BalancerLog:
 
 
 def _heard(text: str) -> tuple[ReportKey, float]:
-    server, incarnation, sequence, clock = text.rsplit(" ", 3)
-    return (server, int(incarnation), int(sequence)), float(clock)
+    """Read which report a balancer has heard, and when."""
+    try:
+        server, incarnation, sequence, clock = text.rsplit(" ", 3)
+        return (server, int(incarnation), int(sequence)), float(clock)
+    except ValueError as error:
+        raise _not_written("decisions", text) from error
+
+
+def _settled(text: str) -> tuple[float, bytes]:
+    """Read when which channel has settled."""
+    try:
+        clock, channel = text.split(" ", 1)
+        return float(clock), channel_bytes(channel)
+    except ValueError as error:
+        raise _not_written("decisions", text) from error
+
+
+def _not_written(table: str, what: object) -> BadRecording:
+    shown = f"{what}"[:ROW_SHOWN_MAX]
+    return BadRecording(f"the table {table} has a row that no balancer wrote: {shown}: move its file elsewhere")
 
 
 def _with_move(decision: RecordedDecision, row: Mapping[str, Any]) -> RecordedDecision:
     """Return a decision with one more row: there is one per move and server that it touches."""
     channel, others = channel_bytes(row["channel"]), [*decision.moves]
     before, after = _assignment(row, "from"), _assignment(row, "to")
-    assert before is not None and after is not None, f"a move leads nowhere: {row}"
+    if before is None or after is None:
+        raise _not_written("decisions", row)
     ratios = {row["server"]: Ratios(row.get("ratio_before") or 0.0, row.get("ratio_predicted") or 0.0)}
     if others and others[-1].channel == channel:
         ratios = {**others.pop().ratios, **ratios}
@@ -319,7 +342,8 @@ def _report(row: dict[str, Any], columns: dict[tuple[str, int, int], ChannelColu
 def recorded_step(row: Mapping[str, Any]) -> PlanChangeRow:
     """Return what a row of the table ``plans`` says, with ``at`` in seconds."""
     after = _assignment(row, "to")
-    assert after is not None, f"a step of a plan leads nowhere: {row}"
+    if after is None:
+        raise _not_written("plans", row)
     before = _assignment(row, "from")
     return PlanChangeRow(row["at"], channel_bytes(row["channel"]), before, after, row.get("phase") == "settled")
 
@@ -327,4 +351,9 @@ def recorded_step(row: Mapping[str, Any]) -> PlanChangeRow:
 def _assignment(row: Mapping[str, Any], which: str) -> Assignment | None:
     mode: str | None = row.get(f"{which}_mode")
     servers: Sequence[str] = row.get(f"{which}_servers") or ()
-    return Assignment(MODES[mode], tuple(servers)) if mode is not None and mode in MODES and servers else None
+    if mode is None or mode not in MODES or not servers:
+        return None
+    try:
+        return Assignment(MODES[mode], tuple(servers))
+    except PlanError:
+        return None
