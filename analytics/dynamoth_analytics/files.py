@@ -24,7 +24,7 @@ NAMED_MAX = 3
 """Most files that a message names."""
 
 _IS_OF_TYPE: dict[Type, Callable[[Any], bool]] = {
-    Type.TIME: lambda found: arrow.types.is_timestamp(found) and found.unit in ("us", "ms"),
+    Type.TIME: arrow.types.is_timestamp,
     Type.TEXT: lambda found: arrow.types.is_string(found) or arrow.types.is_large_string(found),
     Type.WHOLE: arrow.types.is_int64,
     Type.NUMBER: arrow.types.is_float64,
@@ -122,7 +122,8 @@ def _fault(file: Path, table: str) -> str | None:
     try:
         if not file.is_file() and file.exists():
             return "no regular file"
-        schema = parquet.read_schema(file)
+        metadata = parquet.read_metadata(file)
+        schema = metadata.schema.to_arrow_schema()
     except FileNotFoundError:
         return None  # a recorder has merged it with others
     except (arrow.ArrowInvalid, OSError) as error:
@@ -136,4 +137,12 @@ def _fault(file: Path, table: str) -> str | None:
         found = types.get(column.name)
         if found is not None and not _IS_OF_TYPE[column.type](found):
             return f"its column {column.name} is {found}, not {column.type.value}"
+    fields = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+    nanoseconds = [
+        field.path
+        for field in fields
+        if field.physical_type == "INT64" and getattr(types.get(field.path), "unit", None) == "ns"
+    ]
+    if nanoseconds:  # Spark itself writes those of its older format, INT96, and reads only these
+        return f"its column {nanoseconds[0]} has nanoseconds, which Spark does not read: write microseconds"
     return None
