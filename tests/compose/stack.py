@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,6 +35,9 @@ PATIENCE_S = 60.0
 """Bound of everything that is waited for: a machine that is busy with everything else gets this long."""
 
 POLL_INTERVAL_S = 0.05
+
+FIRST_PORT = 20_000
+"""Below the ports that Linux gives to those who ask for any."""
 
 _T = TypeVar("_T")
 
@@ -170,14 +172,11 @@ class Stack:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.definitions = services()
-        #: A loopback address of this process' own, so that no other test gets the ports that were found free.
+        #: A loopback address of this process' own, and ports that no system hands out by itself: so that none is taken.
         pid = os.getpid()
         self.host = f"127.{64 + (pid >> 16) % 64}.{(pid >> 8) % 256}.{pid % 254 + 1}"
-        self.ports = {
-            (name, int(port)): _free_port(self.host)
-            for name, definition in self.definitions.items()
-            for port in definition.get("expose", [])
-        }
+        exposed = [(name, int(port)) for name, it in self.definitions.items() for port in it.get("expose", [])]
+        self.ports = dict(zip(exposed, count(FIRST_PORT), strict=False))
         self.secrets = folder / "secrets"
         self._make_secrets()
         self.services = {name: Service(name, self) for name in self.definitions if name not in ("grafana", "operator")}
@@ -230,13 +229,6 @@ class Stack:
         assert answer["status"] == "success", f"{expression}: {answer}"
         result: list[Any] = answer["data"]["result"]
         return result
-
-
-def _free_port(host: str) -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _path() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
-from dynamoth_sim.load.clients import PublisherApp
+from dynamoth_sim.load.clients import PublisherApp, SubscriberApp
 from dynamoth_sim.load.readers import QUEUE_MAX, SPILLED_MAX
 from dynamoth_sim.scenarios.stage import Scenario, Stage
 from dynamoth_sim.world.network import SILENCE_S_MAX
@@ -19,6 +19,9 @@ GO_ON_S_MAX = 0.2
 real clients, as their other times are."""
 
 PUBLISH_INTERVAL_S = 0.01
+
+SUBSCRIBERS = 6
+"""How many subscribers a channel has at least whose replica fails."""
 
 SETTLE_S_MAX = 3.0
 """Longest time in which a move settles, whatever a reader does."""
@@ -35,7 +38,11 @@ def replica_gone(freezes: bool, stage: Stage) -> None:
     """
     channel = stage.channel_at("s1")
     stage.change(channel, Assignment(Mode.ALL_PUBLISHERS, ("s2", "s3")))
-    subscribers = [stage.subscriber(f"S{number}", channel) for number in range(6)]
+    [listened_as] = {place.physical for place in stage.entry(channel).route.locations(channel)}
+    subscribers: list[SubscriberApp] = []
+    # Each chooses a replica at random.
+    while len(subscribers) < SUBSCRIBERS or not stage.cluster.servers["s3"].subscribers(listened_as):
+        subscribers.append(stage.subscriber(f"S{len(subscribers)}", channel))
     publisher = stage.publisher("P", channel)
     stage.run(0.1)
     heal: Callable[[], None] | None = None
