@@ -94,7 +94,8 @@ SERVERS = _table(
     messages_untracked=_WHOLE,
     publishers_uncounted=_WHOLE,
 )
-"""One row per report of an agent. ``at`` is when the recorder got it: the end of the interval."""
+"""One row per report of an agent. ``at`` is the end of its interval: when the recorder got it or, of a report that came
+late, when it was due after the one before it."""
 
 CHANNELS = _table(
     "channels",

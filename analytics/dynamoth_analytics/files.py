@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from itertools import islice
@@ -53,13 +53,15 @@ def check_recording(folder: str, begin: datetime | None, end: datetime | None) -
         return
     check_name(folder)
     if not os.path.isdir(folder):
+        if os.path.exists(folder):
+            raise ConfigError(f"{folder} is a file: give the folder that `dynamoth record --out` wrote")
         raise ConfigError(f"there is no folder {folder}: give the one that `dynamoth record --out` wrote")
     if not {each.name for each in _listed(Path(folder))} & TABLES.keys():
         raise BadRecording(
             f"{folder} has no recording, as it has none of the folders {', '.join(TABLES)}: is it the right one?"
         )
-    for name in TABLES:
-        files_of(folder, name, begin, end)
+    hours = {name: _files_between(Path(folder, name), begin, end) for name in TABLES}
+    _refuse_broken({file: name for name, each in hours.items() for files in each.values() for file in files})
 
 
 def check_name(folder: str) -> None:
@@ -75,16 +77,25 @@ def files_of(folder: str, name: str, begin: datetime | None, end: datetime | Non
         BadRecording: a file is broken, or a folder is no hour.
 
     """
-    hours = {
+    hours = _files_between(Path(folder, name), begin, end)
+    _refuse_broken({file: name for files in hours.values() for file in files})
+    return {hour: files for hour, files in hours.items() if files}
+
+
+def _files_between(table: Path, begin: datetime | None, end: datetime | None) -> dict[Path, list[Path]]:
+    return {
         hour: [file for file in _listed(hour) if file.suffix == ".parquet" and not file.name.startswith((".", "_"))]
-        for hour in _hours_between(Path(folder, name), begin, end)
+        for hour in _hours_between(table, begin, end)
     }
-    faults = {file: fault for files in hours.values() for file in files if (fault := _fault(file, name))}
+
+
+def _refuse_broken(files: Mapping[Path, str]) -> None:
+    """Raise BadRecording when files, each with the name of its table, are broken."""
+    faults = {file: fault for file, table in files.items() if (fault := _fault(file, table))}
     if faults:
         named = ", ".join(f"{file} ({fault})" for file, fault in islice(faults.items(), NAMED_MAX))
         more = f" and {len(faults) - NAMED_MAX} more" if len(faults) > NAMED_MAX else ""
         raise BadRecording(f"cannot read {named}{more}: move what is broken elsewhere, and run it again")
-    return {hour: files for hour, files in hours.items() if files}
 
 
 def _hours_between(table: Path, begin: datetime | None, end: datetime | None) -> list[Path]:

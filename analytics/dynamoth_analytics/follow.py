@@ -158,8 +158,9 @@ class Follower:
         try:
             reports = earlier.reports.unionByName(new.where("not is_channel").select(*REPORT_COLUMNS))
             slots = channels.channel_slots(new.where("is_channel"), SLOT_S)
-            newest_s: float | None = reports.agg(F.max("at").cast("double")).collect()[0][0]
-            newest = datetime.fromtimestamp(newest_s or 0, UTC)
+            ends = F.min("at").cast("double").alias("oldest"), F.max("at").cast("double").alias("newest")
+            extent = reports.agg(*ends).collect()[0]
+            oldest, newest = (datetime.fromtimestamp(extent[name] or 0, UTC) for name in ("oldest", "newest"))
             since = F.lit(newest - RECENT)
             jobs.run("seen", lambda: earlier.seen.unionByName(_seen(new)).where(F.col("at") > since))
             reports = jobs.run("reports", lambda: reports.where(F.col("at") > since))
@@ -167,7 +168,8 @@ class Follower:
             slots = jobs.run("channel_slots", lambda: combined.where(F.col("slot") > since))
         finally:
             new.unpersist()
-        sentence = "no server has reported yet" if newest_s is None else self._draw(jobs, reports, slots, newest)
+        begin = max(oldest, newest - RECENT)
+        sentence = self._draw(jobs, reports, slots, begin, newest) if extent["newest"] else "no server has reported yet"
         _point(self._out / "current", folder)
         self._say(f"{newest:%H:%M:%S}  {sentence} ({time.monotonic() - started:.1f} s)")
 
@@ -179,7 +181,7 @@ class Follower:
             *(self._spark.read.parquet(str(before / name)) for name in ("seen", "reports", "channel_slots"))
         )
 
-    def _draw(self, jobs: Jobs, reports: DataFrame, slots: DataFrame, newest: datetime) -> str:
+    def _draw(self, jobs: Jobs, reports: DataFrame, slots: DataFrame, begin: datetime, newest: datetime) -> str:
         """Run the jobs, draw the page, and return the main finding."""
         spark = reports.sparkSession
         recording = Recording(spark, self._folder, newest - RECENT, compares_clocks=False)
@@ -193,7 +195,7 @@ class Follower:
         jobs.drawn.settings, jobs.drawn.settings_recorded = settings.numbers, settings.recorded
         sentences = findings(jobs.drawn)
         hidden = self._out / f".{PAGE}"
-        hidden.write_text(draw_recent(jobs.drawn, sentences, newest - RECENT, newest), encoding="utf-8")
+        hidden.write_text(draw_recent(jobs.drawn, sentences, begin, newest), encoding="utf-8")
         hidden.replace(self._out / PAGE)
         return sentences[0]
 

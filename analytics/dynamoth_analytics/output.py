@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -39,6 +41,16 @@ def new_folder(given: str | None, command: str) -> Path:
     if used:
         raise ConfigError(f"--out {out} is not empty: give a new folder")
     return out
+
+
+@contextmanager
+def deleted_after_failure(out: Path) -> Generator[None]:
+    """Delete a folder that was new when a run in it fails: its tables are incomplete, and a new run needs the name."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
 
 
 def end_at_signals(code: int, message: str) -> None:

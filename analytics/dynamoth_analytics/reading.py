@@ -145,6 +145,18 @@ class Recording:
         found = pairs.orderBy(F.desc("reports")).limit(RECORDERS_MAX).collect()
         return clocks_ahead([(row["a"], row["b"], row["ahead_s"], row["reports"]) for row in found])
 
+    def without_reports(self) -> BadRecording:
+        """Return the error of a recording that has no report of a server in the time asked for."""
+        text = f"{self.folder} has no report of a server"
+        if self.begin is None and self.end is None:
+            return BadRecording(f"{text}: record for longer than one report interval")
+        times = F.min("at").cast("double").alias("begin"), F.max("at").cast("double").alias("end")
+        row = Recording(self.spark, self.folder).table(SERVERS.name, ()).agg(*times).collect()[0]
+        if row["begin"] is None:
+            return BadRecording(f"{text}, at no time: record for longer than one report interval")
+        begin, end = (datetime.fromtimestamp(row[name], UTC) for name in ("begin", "end"))
+        return BadRecording(f"{text} in this time: choose times between {begin:%F %T} and {end:%F %T} (UTC)")
+
     def until_end(self, name: str) -> DataFrame:
         """Return a table from the begin of the recording on: for what was so before ``begin``, too."""
         if self.begin is None:

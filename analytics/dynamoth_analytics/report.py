@@ -21,11 +21,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.follow import Follower, follow_folder
-from dynamoth_analytics.jobs import anomalies, calibration, channels, plans, publishers, thresholds
+from dynamoth_analytics.jobs import anomalies, calibration, channels, load, plans, publishers, thresholds
 from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Drawn, Jobs, channel_jobs, load_jobs
-from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
+from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page.drawing import draw
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.page.html import clock
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = new_folder(arguments.out, "report")
     end_at_signals(EXIT_INTERRUPTED, "interrupted")
     started = time.monotonic()
-    with open_session(arguments, "dynamoth report") as spark:
+    with deleted_after_failure(out), open_session(arguments, "dynamoth report") as spark:
         say(f"{'spark':14}{spark.version}, {time.monotonic() - started:.1f} s")
         report = Report(Recording(spark, where, begin, end), out)
         sentences = report.write()
@@ -96,7 +95,7 @@ def _follow(arguments: argparse.Namespace, where: str, begin: datetime | None) -
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The time from the first report of a recording to the last one, and what is usual in it.
+    """The time that the reports of a recording are about, and what is usual in it.
 
     ``covered_s`` is the time with reports, to a minute: a report with a wrong time may be years away. ``interval_s`` is
     that between the reports of the slowest agent. ``capacity`` is that of the largest server.
@@ -125,7 +124,7 @@ def extent_of(servers: DataFrame) -> Extent | None:
     """Return the extent of a table of servers; None where it has no report."""
     minute = F.floor(F.col("at").cast("double") / 60)
     by_server = servers.groupBy("server").agg(
-        F.min("at").cast("double").alias("begin"),
+        F.min(F.col("at").cast("double") - F.col("interval_s")).alias("begin"),
         F.max("at").cast("double").alias("end"),
         F.count_distinct(minute).alias("minutes"),
         F.percentile_approx("interval_s", 0.5).alias("interval_s"),
@@ -166,13 +165,9 @@ class Report:
         return sentences
 
     def _extent(self, servers: DataFrame) -> Extent:
-        if (extent := extent_of(servers)) is not None:
-            return extent
-        asked = self._recording.begin or self._recording.end
-        cure = "choose other times for --from and --to" if asked else "record for longer than one report interval"
-        raise BadRecording(
-            f"{self._recording.folder} has no report of a server{' in this time' if asked else ''}: {cure}"
-        )
+        if (extent := extent_of(servers)) is None:
+            raise self._recording.without_reports()
+        return extent
 
     def _run(self, servers: DataFrame, extent: Extent, settings: Mapping[str, float]) -> None:
         recording, jobs, slot_s = self._recording, self._jobs, extent.slot_s
@@ -208,18 +203,18 @@ class Report:
         capacity = max(capacities(jobs.drawn, at_break=True).values(), default=extent.capacity)
         high = settings["load_ratio_high"]
         jobs.run("outgrown", lambda: thresholds.outgrown(loads, capacity, high), F.desc("ratio"))
-        named = jobs.run("publisher_slots", lambda: publishers.publisher_slots(rows, slot_s))
+        named = jobs.run("publisher_slots", lambda: publishers.publisher_slots(rows, server_loads, slot_s))
         found = partial(anomalies.anomalies, servers, loads, named)
         departed = jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
         jobs.draw("incomplete", anomalies.incomplete(departed))
-        jobs.run("gaps", lambda: gaps(recording.table("gaps")), F.desc("at"))
+        jobs.run("gaps", lambda: gaps(recording.table("gaps"), server_loads, slot_s), F.desc("at"))
 
 
-def gaps(rows: DataFrame) -> DataFrame:
-    """Return the table, but what every recorder hears of only once."""
+def gaps(rows: DataFrame, loads: DataFrame, slot_s: int) -> DataFrame:
+    """Return the table, but what every recorder hears of only once, and the times without reports of any server."""
     heard_by_all = F.when(F.col("kind") == "agent_blind", "").otherwise(F.col("recorder"))
     once = rows.withColumn("of", heard_by_all).dropDuplicates(["kind", "server", "incarnation", "sequence", "of"])
-    return once.drop("of")
+    return once.drop("of").unionByName(load.without_reports(loads, slot_s), allowMissingColumns=True)
 
 
 def capacities(drawn: Drawn, *, at_break: bool = False) -> dict[str, float]:

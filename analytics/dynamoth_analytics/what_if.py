@@ -28,7 +28,7 @@ from pyspark.sql import functions as F
 from dynamoth.errors import ConfigError
 from dynamoth.recording import channel_text
 from dynamoth_analytics.errors import BadRecording, spark_errors
-from dynamoth_analytics.output import end_at_signals, new_folder, run_alone, say
+from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page import html
 from dynamoth_analytics.reading import Recording, add_recording, asked_for
 from dynamoth_analytics.recorded_settings import PresentSettings, settings_in_force
@@ -38,7 +38,6 @@ from dynamoth_analytics.replay.frontier import (
     DifferenceInWords,
     Fidelity,
     complete,
-    counted,
     fragment,
     frontier,
     sentences,
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_session(arguments)
     out = new_folder(arguments.out, "what-if")
     end_at_signals(EXIT_INTERRUPTED, "interrupted")
-    with open_session(arguments, "dynamoth what-if") as spark:
+    with deleted_after_failure(out), open_session(arguments, "dynamoth what-if") as spark:
         recording = Recording(spark, where, begin, end)
         present = settings_in_force(recording)
         combinations = read_grid(grid, arguments.grid, present.settings.options)
@@ -176,7 +175,7 @@ class WhatIf:
         """Replay everything, write tables and page, and return the findings. Raises DynamothError."""
         spark, extent = self._recording.spark, self._extent()
         count, windows = len(self._combinations), extent.windows
-        say(f"replaying {counted(windows, 'window')} under {counted(count, 'combination')} of settings")
+        say(f"replaying {html.counted(windows, 'window')} under {html.counted(count, 'combination')} of settings")
         with spark_errors():
             self._replays(extent).write.parquet(str(self._out / "replays"))
             replays = spark.read.parquet(str(self._out / "replays"))
@@ -202,9 +201,7 @@ class WhatIf:
                 .collect()[0]
             )
         if row["begin"] is None:
-            asked = self._recording.begin or self._recording.end
-            cure = "choose other times for --from and --to" if asked else "record for longer than one report interval"
-            raise BadRecording(f"the recording has no report of a server{' in this time' if asked else ''}: {cure}")
+            raise self._recording.without_reports()
         present, settings = self._present, self._present.settings
         return Extent(
             row["begin"],

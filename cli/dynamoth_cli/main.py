@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Protocol, cast
 
+from dynamoth_cli.extras import what_is_missing
 from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 
 
@@ -63,16 +63,6 @@ COMMANDS = {
     "what-if": Command("dynamoth_analytics.what_if", "replay a recording under other settings", "analytics"),
     "sim": Command("dynamoth_cli.commands.sim", "try thousands of interleavings and faults in the simulator"),
 }
-
-EXTRAS = {
-    "agent": ("prometheus_client",),
-    "balancer": ("prometheus_client",),
-    "cli": ("prometheus_client", "rich"),
-    "record": ("prometheus_client", "pyarrow"),
-    "analytics": ("pandas", "pyarrow", "pyspark"),
-}
-"""The packages that an extra brings and that a command cannot do without."""
-
 
 OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """What the system says where the output goes to a full or broken disk."""
@@ -121,12 +111,8 @@ def _run(name: str, rest: list[str]) -> int:
     from dynamoth.errors import ConfigError, DynamothError
 
     command = COMMANDS[name]
-    if missing := _missing(command):
-        extra = command.extra
-        return _fail(
-            f"`dynamoth {name}` needs {missing}: install the extra {extra!r} (pip install '.[{extra}]' in a checkout)",
-            EXIT_REFUSED,
-        )
+    if command.extra and (missing := what_is_missing(command.extra)):
+        return _fail(f"`dynamoth {name}` needs {missing}", EXIT_REFUSED)
     try:
         module = cast(CommandModule, import_module(command.module))
         parser = argparse.ArgumentParser(
@@ -143,12 +129,6 @@ def _run(name: str, rest: list[str]) -> int:
         return _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
-
-
-def _missing(command: Command) -> str | None:
-    """Return the package that is not installed and that the command needs."""
-    needed = EXTRAS[command.extra] if command.extra else ()
-    return next((package for package in needed if find_spec(package) is None), None)
 
 
 def _fail(message: str, code: int) -> int:

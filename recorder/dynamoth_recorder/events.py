@@ -38,6 +38,8 @@ class Rows:
     same: Mapping[str, Any]
     #: All others, each with ``count`` values.
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+    #: How long ago ``at`` is, in seconds.
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

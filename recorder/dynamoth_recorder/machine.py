@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamoth.errors import MalformedMessage
@@ -54,7 +54,10 @@ PROBE_LOST_S = 5.0
 """A probe that has not returned after this time is lost."""
 
 LATE_S_MIN = 2.0
-"""A recorder that comes so late to its probes comes late to all else. Rows have the time at which it hears of them."""
+"""A recorder that comes so late to its probes comes late to all else."""
+
+LATE_INTERVALS = 0.5
+"""A report that comes so late is dated by the report before it. Those that waited for a recorder come all at once."""
 
 RESUBSCRIBE_S = 10.0
 """Where a server refuses a subscription, the recorder asks again after this time: rights may have been given."""
@@ -82,8 +85,8 @@ class _Watched:
     resubscribe_at: float = 0.0
     #: When something came over a connection for the last time.
     heard_at: float = 0.0
-    #: Incarnation and sequence of the latest report over the present connection.
-    latest: tuple[int, int] | None = None
+    #: Incarnation, sequence and date of the latest report over the present connection.
+    latest: tuple[int, int, float] | None = None
     #: When each probe was sent that has not returned, by number; not older than ``PROBE_LOST_S`` and an interval.
     probes: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -231,7 +234,7 @@ class RecorderMachine:
         for message in messages:
             match message:
                 case [b"pmessage", _, channel, data] if channel == BALANCER_CHANNEL:
-                    actions += self._on_agent(id_, data)
+                    actions += self._on_agent(id_, data, now)
                 case [b"message", channel, data] if channel == RECORD_CHANNEL:
                     actions += self._on_balancer(data)
                 case [b"message", channel, data] if channel == self._probe_channel:
@@ -251,7 +254,7 @@ class RecorderMachine:
         self._times_away += 1
         return [gap("recorder_away", id_, now - since, "no connection to the server", sequence=self._times_away)]
 
-    def _on_agent(self, id_: str, data: bytes) -> list[RecorderAction]:
+    def _on_agent(self, id_: str, data: bytes, now: float) -> list[RecorderAction]:
         if data[1:2] != bytes((REPORT_CODE,)):  # an acknowledgement, for the balancer alone
             return []
         try:
@@ -262,23 +265,27 @@ class RecorderMachine:
         if report.server != id_:
             self.counters["wrong_server"] += 1
             return []
-        return self._on_report(report)
+        return self._on_report(report, now)
 
-    def _on_report(self, report: Report) -> list[RecorderAction]:
+    def _on_report(self, report: Report, now: float) -> list[RecorderAction]:
         watched = self._servers[report.server]
-        incarnation, sequence = report.incarnation, report.sequence
-        known, latest = watched.latest or (None, 0)
-        actions: list[RecorderAction] = []
+        incarnation, sequence, interval_s = report.incarnation, report.sequence, report.interval_s
+        known, latest, latest_at = watched.latest or (None, 0, now)
+        rows: list[Rows] = []
+        at = now
         if known == incarnation:
             if sequence <= latest:
                 self.counters["repeated"] += 1
                 return []
             if missing := sequence - latest - 1:
-                actions.append(self._gap_before(report, "report_missing", missing * report.interval_s, count=missing))
-        watched.latest = incarnation, sequence
+                rows.append(self._gap_before(report, "report_missing", missing * interval_s, count=missing))
+            due = latest_at + (sequence - latest) * interval_s
+            at = due if now - due > LATE_INTERVALS * interval_s else now
+        watched.latest = incarnation, sequence, at
         if report.observing and report.blind_s:  # a blind agent's reports say how long it lasts so far
-            actions.append(self._gap_before(report, "agent_blind", report.blind_s))
-        return [*actions, *rows_of_report(report)]
+            rows.append(self._gap_before(report, "agent_blind", report.blind_s))
+        rows += rows_of_report(report)
+        return [replace(each, age_s=now - at) for each in rows]
 
     def _gap_before(self, report: Report, kind: str, seconds: float, **more: int) -> Rows:
         reason = "the reports did not arrive" if kind == "report_missing" else "the agent saw nothing of its server"
@@ -307,7 +314,7 @@ class RecorderMachine:
         actions: list[RecorderAction] = []
         for id_, watched in self._servers.items():
             if late_s > LATE_S_MIN and watched.away_since is None:
-                reason = "the recorder did not run: rows are dated by when it heard of them"
+                reason = "the recorder did not run: what it heard afterwards, but reports, is dated too late"
                 actions.append(gap("recorder_late", id_, late_s, reason, sequence=self._probe_number + 1))
             actions += self._give_up_probes(id_, now, PROBE_LOST_S)
             if watched.refusal and watched.is_up and now >= watched.resubscribe_at:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from math import exp, log
 from random import Random
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 from pyspark.testing import assertDataFrameEqual  # pyright: ignore[reportUnknownVariableType] it names types of pandas
 
 from dynamoth.plan.plan import single
 from dynamoth.recording import GAPS
-from dynamoth_analytics.jobs import channels, load, plans, thresholds
+from dynamoth_analytics.jobs import channels, load, plans, publishers, thresholds
 from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, ALL_SUBSCRIBERS, SINGLE
 from dynamoth_analytics.page.html import figure
 from dynamoth_analytics.reading import SCHEMAS, deduplicated, made
@@ -193,6 +194,26 @@ def test_channels_with_unknown_figures_give_no_reason_for_thresholds() -> None:
     assert thresholds.thresholds([row], DEFAULTS)
     for name in ("publications_per_s", "subscribers", "publishers"):
         assert thresholds.thresholds([{**row, name: None}], DEFAULTS) == []
+
+
+def test_thresholds_under_which_a_channel_is_replicated_in_time_stay() -> None:
+    """150 is above the rate at load ratio 0.5, and below that at 0.8, where a server is overloaded."""
+    row = {"channel": "c", "ratio": 1.0, "publications_per_s": 250.0, "subscribers": 1.0, "publishers": 3}
+    assert thresholds.thresholds([row], {**DEFAULTS, "replicate_publications_per_s_min": 150}) == []
+    [*_, line] = thresholds.thresholds([row], {**DEFAULTS, "replicate_publications_per_s_min": 201})
+    assert line == "replicate_publications_per_s_min = 110.0"
+
+
+def test_publishers_are_not_busier_when_reports_come_together(spark: SparkSession) -> None:
+    """Three reports fall into one slot of a second: the rates are those of the three seconds that they cover."""
+    at = datetime(2026, 11, 23, 10, 0, 1, tzinfo=UTC)
+    columns = "at timestamp, server string, sequence long, interval_s double, publishers long, publications long"
+    reports = [(at, "s1", sequence, 1.0, 1, 90, b"12345678") for sequence in (1, 2, 3)]
+    rows = made(spark, reports, f"{columns}, publisher_ids binary")
+    figures = F.lit(1.0).alias("outgoing_bytes_per_s"), F.lit(9.0).alias("outgoing_bytes_per_s_max")
+    loads = load.load(rows.select("*", *figures, F.lit(0.0).alias("cpu_ratio")), 1, 0.8)
+    [row] = publishers.publisher_slots(rows, loads, 1).collect()
+    assert (row["seconds"], row["channels"], row["publications_per_s"]) == (3.0, 1.0, 90.0)
 
 
 def test_thresholds_are_written_as_their_settings_are() -> None:

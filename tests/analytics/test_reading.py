@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.files import arrow, check_recording, parquet
+from dynamoth_analytics.output import deleted_after_failure, new_folder
 from dynamoth_analytics.reading import SCHEMAS, Recording, clocks_ahead
 from dynamoth_analytics.report import Report
 from dynamoth_analytics.session import check_java
@@ -165,7 +166,9 @@ def test_a_file_with_damaged_data_is_named(spark: SparkSession, small: Path) -> 
 
 
 def test_nothing_in_the_time_asked_for(spark: SparkSession, small: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadRecording, match="no report of a server in this time: choose other times"):
+    with pytest.raises(
+        BadRecording, match=r"no report of a server in this time: choose times between 2026-11-23 1.*\(UTC\)"
+    ):
         Report(Recording(spark, str(small), BEGIN + timedelta(days=1)), tmp_path).write()
 
 
@@ -227,6 +230,7 @@ def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -
         (str(small), "--out", str(small)): (2, "is not empty: give a new folder"),
         (str(small.parent / "none"), *out): (2, "there is no folder"),
         (str(empty), *out): (1, "has no recording"),
+        (str(files_of(small)[0]), *out): (2, "is a file: give the folder"),
         (str(small), *out, "--from", "noon"): (2, "'noon' is no time"),
         (str(small), *out, "--to", "9999-12-31T23:59-05:00"): (2, "is no time"),
         (str(small), *out, "--from", "0001-01-01"): (2, "a year from 1971 to 9998"),
@@ -249,9 +253,25 @@ def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.C
     (odd := files_of(small)[1].with_name("x.parquet")).mkdir()
     code, line = refused(capsys, small)
     assert code == 1 and f"cannot read {odd} (no regular file)" in line
+    (other := small / "plans" / "date=2026-11-23" / "hour=10" / "y.parquet").parent.mkdir(parents=True)
+    other.write_bytes(b"broken")
+    _, both = refused(capsys, small)
+    assert f"{odd} (no regular file), {other} (truncated, or no Parquet file): move" in both, "of all tables at once"
+    other.unlink()
     odd.rmdir()
     os.mkfifo(odd)
     assert refused(capsys, small) == (code, line), "nobody writes into it"
+
+
+def test_a_run_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    out = new_folder(str(tmp_path / "out"), "report")
+    with pytest.raises(BadRecording), deleted_after_failure(out):
+        (out / "load").mkdir()
+        raise BadRecording("a damaged file")
+    assert not out.exists()
+    with deleted_after_failure(new_folder(str(out), "report")):
+        (out / "load").mkdir()
+    assert (out / "load").exists()
 
 
 @pytest.mark.parametrize("url", ["--master=spark", "--remote=sc"])

@@ -42,6 +42,7 @@ from tests.analytics.planted import (
     ODD_AT,
     PING_PONG,
     REPORTS,
+    RESTART,
 )
 
 Rows = Callable[[str], list[Any]]
@@ -297,6 +298,13 @@ def test_anomalies_are_found_within_one_interval_and_no_others(rows: Rows) -> No
         ("reports_missing", "s2", LOST_AT + 1),
         *(("silent_s", f"s{n}", 7200) for n in (1, 2, 3)),
     }
+
+
+def test_the_time_without_a_recorder_is_a_gap(rows: Rows) -> None:
+    [gap] = rows("gaps")
+    assert (gap["kind"], gap["server"]) == ("no_reports", None)
+    assert gap["at"].timestamp() == second(7200), "when reports come again"
+    assert gap["seconds"] == pytest.approx(7200 - RESTART, abs=5)
 
 
 def test_what_a_publisher_had_to_itself_is_known(rows: Rows) -> None:

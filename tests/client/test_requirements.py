@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dynamoth_cli.main import COMMANDS, EXTRAS
+from dynamoth_cli.extras import EXTRAS
+from dynamoth_cli.main import COMMANDS
 from tests.client.stored_cluster import StoredCluster
 
 ROOT = Path(__file__).parents[2]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL, probe_channel
 from dynamoth.plan.plan import Server
@@ -172,6 +174,22 @@ def test_a_recorder_that_was_stopped_says_that_its_rows_are_late() -> None:
     [late, *_] = only(Rows, recorder.tell(Tick()))
     assert (late.same["kind"], late.same["server"], late.same["seconds"]) == ("recorder_late", "s1", 29.0)
     assert "gaps" not in {rows.table for rows in only(Rows, recorder.pass_time(1.0))}
+
+
+def test_reports_that_waited_for_the_recorder_have_the_times_at_which_they_were_due() -> None:
+    recorder = Recorder().listening()
+    recorder.report()
+    recorder.now += 0.9
+    ages = [recorder.report(replace(REPORT, sequence=2))[0].age_s]
+    recorder.now += 7.0
+    after = (3, 4, 8, 9, 10)  # three were lost
+    ages += [recorder.report(replace(REPORT, sequence=sequence))[-1].age_s for sequence in after]
+    assert ages == pytest.approx([0, 6, 5, 1, 0, 0]), "the latest ones came in time, as far as is known"
+    recorder.now += 60.0
+    [server, *_] = recorder.report(replace(REPORT, sequence=11, interval_s=60.0))
+    assert server.age_s == 0, "its agent stood still"
+    recorder.now += 60.0
+    assert recorder.report(replace(REPORT, incarnation=6))[0].age_s == 0, "nothing is known of a new agent"
 
 
 def test_a_refusal_is_reported_once_and_asked_about_again() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import ConfigError, MalformedMessage
+from dynamoth.plan.plan import Server
 from dynamoth.recording import TABLES, VERSION, VERSION_KEY, Type
 from dynamoth_recorder.events import Rows
 from dynamoth_recorder.process.backlog import BATCH_BYTES, Backlog, Portion, folder_of
+from dynamoth_recorder.process.runtime import RecorderConfig
 from dynamoth_recorder.process.store import FILES_PER_HOUR, Store
 from dynamoth_recorder.process.tables import SCHEMAS, arrow, parquet, to_batch
 
@@ -160,6 +162,16 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file cannot be written .*: choose another folder"):
         Store(tmp_path / "file", A)
+
+
+def test_a_file_is_no_folder_for_a_recording(tmp_path: Path) -> None:
+    (out := tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"recorder.out: .*file is a file: give the folder"):
+        RecorderConfig(find_servers=no_servers, out=str(out))
+
+
+async def no_servers() -> tuple[Server, ...]:
+    return ()
 
 
 def test_a_full_backlog_counts_what_it_refuses() -> None:

@@ -62,6 +62,23 @@ def balance(loads: DataFrame) -> DataFrame:
     )
 
 
+def without_reports(loads: DataFrame, slot_s: int) -> DataFrame:
+    """Return the times without reports of any server, as rows of the table ``gaps``: more than ``HOLE_S_MAX``.
+
+    Nothing else can say so: a recorder that does not run writes nothing.
+    """
+    in_order = Window.orderBy("slot")
+    slots = loads.select("slot").distinct().withColumn("before", F.lag("slot").over(in_order))
+    seconds = F.col("slot").cast("double") - F.col("before").cast("double") - slot_s
+    rows = slots.select(
+        F.col("slot").alias("at"),
+        F.lit("no_reports").alias("kind"),
+        seconds.alias("seconds"),
+        F.lit("no server's report was recorded: did a recorder run?").alias("reason"),
+    )
+    return rows.where(F.col("seconds") > max(slot_s, HOLE_S_MAX))
+
+
 def by_server(loads: DataFrame) -> DataFrame:
     """Return one row per server: means over the time that reports cover."""
 

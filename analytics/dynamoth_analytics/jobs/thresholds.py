@@ -1,10 +1,10 @@
 """Thresholds of replication that a recording gives reason for.
 
 A channel that alone makes more than ``load_ratio_high`` of the largest server needs several servers. Algorithm 1 (see
-``dynamoth_balancer.decide.replicate``) should replicate it before that, as soon as it makes
-``replicate_load_ratio_min``. Where the thresholds in force are above what the channel had then, lower ones are
-recommended. Only channels with so much load are concerned, so lower thresholds replicate no small ones. A recording
-without such channels gives no reason for others.
+``dynamoth_balancer.decide.replicate``) should replicate it before that. Where the thresholds in force are above what
+the channel has at ``load_ratio_high``, lower ones are recommended: by what it has at ``replicate_load_ratio_min``. Only
+channels with so much load are concerned, so lower thresholds replicate no small ones. A recording without such channels
+gives no reason for others.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def thresholds(channels: Sequence[Row], present: Mapping[str, float]) -> list[st
         present: the settings in force.
 
     """
-    large = present["replicate_load_ratio_min"]
+    large, high = present["replicate_load_ratio_min"], present["load_ratio_high"]
     lowest: dict[str, tuple[float, Row]] = {}
     for row in channels:
+        at_high = _figures(row, high)
         for name, value in _figures(row, large).items():
-            if value <= present[name] and (name not in lowest or value < lowest[name][0]):
+            if at_high[name] <= present[name] and (name not in lowest or value < lowest[name][0]):
                 lowest[name] = value, row
     lines: list[str] = []
     for name, (value, row) in lowest.items():
@@ -74,12 +75,12 @@ def thresholds(channels: Sequence[Row], present: Mapping[str, float]) -> list[st
     return lines
 
 
-def _figures(row: Row, large: float) -> dict[str, float]:
-    """Return what the thresholds are compared with, at the load ratio ``large``; nothing where figures are unknown.
+def _figures(row: Row, ratio: float) -> dict[str, float]:
+    """Return what the thresholds are compared with, at a load ratio; nothing where figures are unknown.
 
     A channel with more publications than subscribers got there by publications, another one by subscribers.
     """
-    share = min(1.0, large / row["ratio"])
+    share = min(1.0, ratio / row["ratio"])
     rate, subscribers, publishers = row["publications_per_s"], row["subscribers"], row["publishers"]
     if None in (rate, subscribers, publishers):
         return {}

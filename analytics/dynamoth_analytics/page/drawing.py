@@ -322,7 +322,7 @@ def _calibration(drawn: Drawn, toml: str) -> str:
         )
         for row in drawn["break_points"]
     )
-    headings = ("server", "latency", "breaks at", "before ms", "at most load ms", "most load", "probes")
+    headings = ("server", "latency", "breaks at", "ms before", "ms at most load", "most load", "probes")
     return section(
         "Calibration",
         chart(_series(points, "server", "ratio", "ms"), axes),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dynamoth_analytics.jobs.calibration import SMOOTH
 from dynamoth_analytics.jobs.runner import Drawn, Row
-from dynamoth_analytics.page.html import When, duration, figure, percent, ratio, shown
+from dynamoth_analytics.page.html import When, counted, duration, figure, percent, ratio, shown
 
 ANOMALY_SENTENCES_MAX = 2
 OVERLOADS_NAMED_MAX = 2
@@ -86,7 +86,7 @@ def _busiest(drawn: Drawn) -> list[str]:
     return [
         f"{shown(top['channel'])} was the busiest channel: {percent(top['share'])} of all bytes,"
         f" {figure(top['bytes_out_per_s'], 'B/s')}, {figure(top['publications_per_s'])} publications/s for"
-        f" {top['subscribers'] or 0:.0f} subscribers."
+        f" {counted(round(top['subscribers'] or 0), 'subscriber')}."
     ]
 
 

@@ -81,6 +81,11 @@ def ratio(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 window", "2 windows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def percent(value: float | None) -> str:
     """Return a share."""
     return "-" if value is None else f"{value:.0%}"

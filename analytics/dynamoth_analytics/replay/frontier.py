@@ -151,8 +151,8 @@ def sentences(settings: Sequence[Compared], window_s: float, overload_ratio: flo
     best, sure = winners(others), sum(each.is_sure for each in others)
     found = [_main(now, others, best)]
     found.append(
-        f"The settings in force: {_figures(now)}, in {counted(now.windows, 'window')} of {html.duration(window_s)}; a"
-        f" server above load ratio {overload_ratio:g} counts as overloaded."
+        f"The settings in force: {_figures(now)}, in {html.counted(now.windows, 'window')} of"
+        f" {html.duration(window_s)}; a server above load ratio {overload_ratio:g} counts as overloaded."
     )
     if len(best) > 1:
         found.append(
@@ -162,20 +162,15 @@ def sentences(settings: Sequence[Compared], window_s: float, overload_ratio: flo
     if now.failed:
         found.append(
             f"The settings in force could not be replayed in {now.failed} of"
-            f" {counted(now.failed + now.windows, 'window')}: {now.problem}. Nothing is compared there."
+            f" {html.counted(now.failed + now.windows, 'window')}: {now.problem}. Nothing is compared there."
         )
     if left_out := _left_out(settings):
         first = left_out[0]
         found.append(
-            f"{len(left_out)} of {counted(len(settings) - 1, 'other combination')} could not be replayed in all windows"
-            f" and cannot be compared. The first: {first.text}: {first.problem}."
+            f"{len(left_out)} of {html.counted(len(settings) - 1, 'other combination')} could not be replayed in all"
+            f" windows and cannot be compared. The first: {first.text}: {first.problem}."
         )
     return found
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 window", "2 windows"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _main(now: Compared, others: Sequence[Compared], best: Sequence[Compared]) -> str:
@@ -183,14 +178,13 @@ def _main(now: Compared, others: Sequence[Compared], best: Sequence[Compared]) -
     if not others:
         return "There are no other settings to compare those in force with."
     if not best:
-        return (
-            f"None of {counted(len(others), 'other combination')} is better than the settings in force in most windows."
-        )
+        subject = "The other combination is not" if len(others) == 1 else f"None of {len(others)} other combinations is"
+        return f"{subject} better than the settings in force in most windows."
     first = best[0]
-    evidence = f"better in {first.better} of {counted(first.windows, 'window')}, worse in {first.worse}"
+    evidence = f"better in {first.better} of {html.counted(first.windows, 'window')}, worse in {first.worse}"
     if first.costs[0] > now.costs[0]:
         evidence += ", with more overload in all"
-    p = f"p at most {_p(first)}, corrected for {counted(first.tried, 'combination')} tried"
+    p = f"p at most {_p(first)}, corrected for {html.counted(first.tried, 'combination')} tried"
     if first.is_sure:
         return f"Better: {first.text}: {_figures(first)}; {evidence} ({p})."
     return (
@@ -200,7 +194,7 @@ def _main(now: Compared, others: Sequence[Compared], best: Sequence[Compared]) -
 
 
 def _figures(one: Compared) -> str:
-    return f"{one.overload_minutes:.1f} server-minutes of overload with {counted(one.moves, 'move')}"
+    return f"{one.overload_minutes:.1f} server-minutes of overload with {html.counted(one.moves, 'move')}"
 
 
 def _p(one: Compared) -> str:

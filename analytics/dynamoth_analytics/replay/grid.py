@@ -74,7 +74,7 @@ def read_grid(text: str, name: str, current: BalancerOptions, *, related: bool =
         text: of the file.
         name: of the file, for messages.
         current: the settings in force; they apply to all that the grid does not name.
-        related: whether to check combinations, too. Off where the settings in force are not known yet.
+        related: whether to compare what the grid names with the settings in force. Off while these are not known.
 
     Raises:
         ConfigError: the file cannot be used. The text names everything that is wrong in it.
@@ -97,9 +97,8 @@ def read_grid(text: str, name: str, current: BalancerOptions, *, related: bool =
     _refuse(name, problems)
     if (size := sum(prod(map(len, each.values())) for each in axes)) > SETTINGS_MAX:
         raise ConfigError(f"{name} has {size} combinations, and at most {SETTINGS_MAX} are compared: take fewer values")
-    settings = list(_settings(axes, current, problems))
-    if related:
-        _refuse(name, problems)
+    settings = list(_settings(axes, current, problems, related=related))
+    _refuse(name, problems)
     return [Combination({}, current), *settings]
 
 
@@ -139,7 +138,7 @@ def _values(name: str, given: Any, problems: list[str]) -> Sequence[Any]:
     ends = cast("dict[str, Any]", given)
     numbers = [ends.get(key) for key in ("from", "to", "step")]
     if set(ends) != _RANGE or not all(isinstance(each, int | float) for each in numbers):
-        problems.append(f"{name}: a range {{ from = 0.6, to = 0.9, step = 0.1 }} expected, not {given!r:.80}")
+        problems.append(f"{name}: a range {{ from = 0.6, to = 0.9, step = 0.1 }} expected, not {_toml(ends)}")
         return []
     first, last, step = cast("list[float]", numbers)
     if (
@@ -150,7 +149,7 @@ def _values(name: str, given: Any, problems: list[str]) -> Sequence[Any]:
     ):
         problems.append(
             f"{name}: a range goes up from its first to its last value, in fewer than {SETTINGS_MAX} steps:"
-            f" not {given!r:.80}"
+            f" not {_toml(ends)}"
         )
         return []
     count = int((last - first) / step + 1e-9) + 1
@@ -158,8 +157,13 @@ def _values(name: str, given: Any, problems: list[str]) -> Sequence[Any]:
     return [first + index * step if whole else round(first + index * step, 9) for index in range(count)]
 
 
+def _toml(given: Mapping[str, Any]) -> str:
+    text = ", ".join(f"{key} = {value!r}" for key, value in given.items())
+    return f"{{ {text:.80} }}"
+
+
 def _settings(
-    axes: Sequence[Mapping[str, Sequence[Any]]], current: BalancerOptions, problems: list[str]
+    axes: Sequence[Mapping[str, Sequence[Any]]], current: BalancerOptions, problems: list[str], *, related: bool
 ) -> Iterator[Combination]:
     seen: set[BalancerOptions] = {current}
     for each in axes:
@@ -167,10 +171,11 @@ def _settings(
             changes = dict(zip(each, values, strict=True))
             options = replace(current, **changes)
             if options.load_ratio_safe > options.load_ratio_high:
-                problems.append(
-                    f"load_ratio_safe = {options.load_ratio_safe:g} is above"
-                    f" load_ratio_high = {options.load_ratio_high:g}: leave this combination out with tables [[grid]]"
-                )
+                if related or {"load_ratio_safe", "load_ratio_high"} <= changes.keys():
+                    problems.append(
+                        f"load_ratio_safe = {options.load_ratio_safe:g} is above"
+                        f" load_ratio_high = {options.load_ratio_high:g}: leave it out with tables [[grid]]"
+                    )
             elif options not in seen:
                 seen.add(options)
                 yield Combination(changes, options)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dynamoth.settings.load import declared_settings
+from dynamoth_cli.extras import what_is_missing
 from dynamoth_cli.local.child import Child, dynamoth_command
 
 _SHARED_SECTIONS = ("cluster", "link", "log")
@@ -18,8 +19,17 @@ _SHARED_SECTIONS = ("cluster", "link", "log")
 def add_record(parser: argparse.ArgumentParser) -> None:
     """Add ``--record``."""
     parser.add_argument(
-        "--record", type=Path, metavar="DIR", help="record into this folder, as 'dynamoth record --out DIR' does"
+        "--record", type=_folder, metavar="DIR", help="record into this folder, as 'dynamoth record --out DIR' does"
     )
+
+
+def _folder(text: str) -> Path:
+    """Refuse at once what the recorder would only refuse once all else runs."""
+    if missing := what_is_missing("record"):
+        raise argparse.ArgumentTypeError(f"a recorder needs {missing}")
+    if (folder := Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is a file: give the folder of a recording, or a new one")
+    return folder
 
 
 @contextmanager

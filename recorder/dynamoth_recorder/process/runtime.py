@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
 from dynamoth.plan.plan import Server
 from dynamoth.settings.sections import RecorderSettings
-from dynamoth_daemon.exit_codes import EXIT_FAILED
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED
 from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
 from dynamoth_link.options import LinkOptions
 from dynamoth_recorder.events import LinkChanged, RecorderNews, Refused, Rows, ServersChanged, StoreChanged
@@ -52,7 +52,7 @@ class RecorderConfig(RecorderSettings):
     ``link``: credentials, TLS and timeouts of all links.
 
     Raises:
-        ConfigError: there is no folder to write to.
+        ConfigError: ``out`` is missing, or a file.
 
     """
 
@@ -63,6 +63,8 @@ class RecorderConfig(RecorderSettings):
         """Check the folder's name."""
         if not self.out:
             raise ConfigError("recorder.out: where to? Give --out with the folder of the recording")
+        if Path(self.out).is_file():
+            raise ConfigError(f"recorder.out: {self.out} is a file: give the folder of a recording, or a new one")
 
 
 async def run_recorder(config: RecorderConfig, stop: asyncio.Event | None = None) -> int:
@@ -162,7 +164,7 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
     def _gather(self, rows: Rows) -> None:
         if self._finishing is not None:
             return  # what comes now is after the end of the recording
-        at_us = time.time_ns() // 1000
+        at_us = time.time_ns() // 1000 - round(rows.age_s * 1e6)
         try:
             batch = to_batch(rows, at_us, self._store.recorder)
         except MalformedMessage:
@@ -223,7 +225,7 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
             try:
                 self._store.write(portion)
             except OSError as error:
-                return portions[index:], error.strerror or str(error)
+                return portions[index:], f"{self._store.folder / portion.table}: {error.strerror or error}"
         return [], ""
 
     def _report_writing(self, failure: str) -> None:
@@ -259,4 +261,4 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
             backlog.lost[portion.table] += portion.rows
         if lost := Counter(backlog.lost).total():
             self._log.write(logging.ERROR, "rows were lost, as they could not be written", rows_lost=lost)
-        self.end()
+        self.end(EXIT_FAILED if lost else EXIT_DONE)

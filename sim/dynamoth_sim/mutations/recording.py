@@ -102,6 +102,11 @@ def never_late() -> AbstractContextManager[None]:
     return replaced(dynamoth_recorder.machine, LATE_S_MIN=float("inf"))
 
 
+def dated_by_arrival() -> AbstractContextManager[None]:
+    """A recorder that stood still takes the time at which it reads on for that of all reports which it then reads."""
+    return replaced(dynamoth_recorder.machine, LATE_INTERVALS=float("inf"))
+
+
 def lost_probes_are_forgotten() -> AbstractContextManager[None]:
     """A recorder forgets the probes on a connection that it has lost."""
     return replaced(RecorderMachine, _give_up_probes=no_actions)
@@ -126,6 +131,7 @@ CHECKS: tuple[Check, ...] = tuple(
         away_since_it_is_known,
         away_since_it_was_read,
         never_late,
+        dated_by_arrival,
         lost_probes_are_forgotten,
         failing_is_said_once,
     )

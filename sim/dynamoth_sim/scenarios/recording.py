@@ -17,7 +17,7 @@ from dynamoth.protocol.control import REPORT_CODE
 from dynamoth.protocol.reports import unpack_report
 from dynamoth.recording import CHANNELS, DECISIONS, GAPS, LATENCY, PLANS, SERVERS, SETTINGS, TABLES, channel_text
 from dynamoth_recorder.events import Rows, ServersChanged, StoreChanged
-from dynamoth_recorder.machine import LATE_S_MIN, PROBE_INTERVAL_S, RecorderMachine
+from dynamoth_recorder.machine import LATE_INTERVALS, LATE_S_MIN, PROBE_INTERVAL_S, RecorderMachine
 from dynamoth_sim.scenarios.stage import Scenario, Stage
 from dynamoth_sim.world.process import Process
 
@@ -62,7 +62,7 @@ class Recorder:
 
     def _acted(self, action: Any) -> None:
         if isinstance(action, Rows):
-            head = {"at": self._stage.world.now, "recorder": NAME, **action.same}
+            head = {"at": self._stage.world.now - action.age_s, "recorder": NAME, **action.same}
             self.rows[action.table] += [
                 {name: column[index] for name, column in action.columns.items()} | head for index in range(action.count)
             ]
@@ -178,7 +178,10 @@ def _expect_once(stage: Stage, recorder: Recorder) -> None:
 
 
 def _expect_reports(stage: Stage, recorder: Recorder) -> None:
-    """Each report between two that were recorded is recorded, or a gap covers it; and gaps are about others only."""
+    """Each report between two that were recorded is recorded, or a gap covers it; and gaps are about others only.
+
+    Reports have the time at which they were sent, also those that waited for the recorder.
+    """
     sent: dict[tuple[str, int], dict[int, float]] = {}
     for record in stage.records("publishes", channel=BALANCER_CHANNEL):
         if record.data is not None and record.data[1] == REPORT_CODE:
@@ -186,7 +189,11 @@ def _expect_reports(stage: Stage, recorder: Recorder) -> None:
             sent.setdefault((report.server, report.incarnation), {})[report.sequence] = record.at
     recorded: dict[tuple[str, int], list[int]] = {}
     for row in recorder.rows[SERVERS.name]:
-        recorded.setdefault((row["server"], row["incarnation"]), []).append(row["sequence"])
+        agent, number = (row["server"], row["incarnation"]), row["sequence"]
+        recorded.setdefault(agent, []).append(number)
+        late_s = row["at"] - sent[agent][number]
+        is_dated = -UNDER_WAY_S_MAX <= late_s <= LATE_INTERVALS * row["interval_s"] + UNDER_WAY_S_MAX
+        stage.expect(f"report {number} of {agent} has its own time, not one that is {late_s:.3f} s later", is_dated)
     stage.expect("each agent is recorded, and the one that started again twice", len(recorded) == 4)
     missing = _missing(recorder)
     stage.expect("lost reports are noted", len(missing) > 0)
