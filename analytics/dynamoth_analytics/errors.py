@@ -69,5 +69,5 @@ def translated(error: Exception) -> DynamothError:
         if ours := re.search(rf"{BadRecording.__name__}: (.*)", text):
             return BadRecording(ours[1])
     cause = re.search(r"(?:Caused by|Exception): ?(.*)", text)
-    line = (cause[1] if cause and cause[1] else text).strip().splitlines()[0][:MESSAGE_CHARACTERS_MAX]
-    return SparkFailed(f"Spark failed: {line}: see --spark-log warn for more")
+    lines = (cause[1] if cause and cause[1] else text).strip().splitlines() or [type(error).__name__]
+    return SparkFailed(f"Spark failed: {lines[0][:MESSAGE_CHARACTERS_MAX]}: see --spark-log warn for more")

@@ -83,13 +83,17 @@ def _latest(table: DataFrame) -> PresentSettings:
     balancers = (
         rows.where(F.col("name") == first)
         .groupBy("balancer")
-        .agg(F.max(F.struct("at", "number")).alias("latest"), F.min(F.struct("number", "at")).alias("first"))
+        .agg(
+            F.max("at").alias("at"),
+            F.max("number").alias("latest"),  # by its number, as a clock may go back
+            F.min(F.struct("number", "at")).alias("first"),
+        )
     )
-    found = balancers.orderBy(F.col("latest").desc()).limit(1).collect()
+    found = balancers.orderBy(F.desc("at")).limit(1).collect()
     if not found:
         return UNKNOWN
     row = found[0]
-    message = rows.where((F.col("balancer") == row["balancer"]) & (F.col("number") >= row["latest"]["number"]))
+    message = rows.where((F.col("balancer") == row["balancer"]) & (F.col("number") >= row["latest"]))
     texts = message.orderBy("number", "line").select("name", F.coalesce("value", F.lit("")).alias("value")).collect()
     settings = read_settings((text["name"], text["value"]) for text in texts)
     began_to_lead = row["first"]["number"] <= LED_NUMBER_MAX

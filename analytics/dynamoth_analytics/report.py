@@ -25,7 +25,7 @@ from dynamoth_analytics.follow import Follower, follow_folder
 from dynamoth_analytics.jobs import anomalies, calibration, channels, load, plans, publishers, thresholds
 from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Drawn, Jobs, channel_jobs, load_jobs
 from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
-from dynamoth_analytics.page.drawing import draw
+from dynamoth_analytics.page.drawing import RESPONSE_SERVERS_MAX, draw
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.page.html import clock
 from dynamoth_analytics.reading import Recording, add_recording, asked_for
@@ -193,13 +193,14 @@ class Report:
         latency = recording.table("latency")
         jobs.run("latency_around", lambda: plans.latency_around(changes, latency), F.desc("begin"))
         response = jobs.run("response", lambda: calibration.response(servers, latency))
-        jobs.draw("response", response.orderBy("server", "ratio"))
-        jobs.run(
+        breaks = jobs.run(
             "break_points",
             lambda: calibration.break_points(recording.spark, response),
             "server",
             rows_max=COLLECTED_MAX,
         )
+        busiest = breaks.orderBy(F.desc("ratio_max"), "server").limit(RESPONSE_SERVERS_MAX).select("server")
+        jobs.draw("response", response.join(F.broadcast(busiest), "server").orderBy("server", "ratio"))
         capacity = max(capacities(jobs.drawn, at_break=True).values(), default=extent.capacity)
         high = settings["load_ratio_high"]
         jobs.run("outgrown", lambda: thresholds.outgrown(loads, capacity, high), F.desc("ratio"))

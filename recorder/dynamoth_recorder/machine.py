@@ -165,12 +165,13 @@ class RecorderMachine:
         """Connect to new servers, and leave those that are gone or have moved."""
         wanted = {server.id: server.url for server in servers}
         actions: list[RecorderAction] = []
+        moved: dict[str, float | None] = {}
         for id_ in [id_ for id_, watched in self._servers.items() if wanted.get(id_) != watched.url]:
             actions += [*self._lose(id_, now), Disconnect(id_)]
-            del self._servers[id_]
+            moved[id_] = self._servers.pop(id_).away_since
         for id_, url in wanted.items():
             if id_ not in self._servers:
-                self._servers[id_] = _Watched(url, now)
+                self._servers[id_] = _Watched(url, moved.get(id_, now), has_failed=id_ in moved)
                 actions.append(Connect(id_, url))
         return actions
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JError  # pyright: ignore[reportMissingTypeStubs] it has none
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.errors import BadRecording
+from dynamoth_analytics.errors import BadRecording, translated
 from dynamoth_analytics.files import arrow, check_recording, parquet
 from dynamoth_analytics.output import deleted_after_failure, new_folder
 from dynamoth_analytics.reading import SCHEMAS, Recording, clocks_ahead
@@ -261,6 +262,10 @@ def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.C
     odd.rmdir()
     os.mkfifo(odd)
     assert refused(capsys, small) == (code, line), "nobody writes into it"
+
+
+def test_an_error_without_words_is_named_by_its_kind() -> None:
+    assert str(translated(Py4JError(""))) == "Spark failed: Py4JError: see --spark-log warn for more"
 
 
 def test_a_run_that_fails_leaves_no_folder(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dynamoth.recording import TABLES
 from dynamoth_analytics.errors import SparkFailed, spark_errors
 from dynamoth_analytics.jobs import anomalies, channels, load, thresholds
 from dynamoth_analytics.jobs.calibration import recommended
-from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, SINGLE
+from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, ALL_SUBSCRIBERS, SINGLE
 from dynamoth_analytics.jobs.runner import COLLECTED_MAX, Drawn, Row
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import Recording, made
@@ -174,6 +174,8 @@ def test_the_popularity_of_reports_that_are_cut_is_that_of_what_they_always_name
     assert fit["exponent"] == pytest.approx(1.0, abs=0.03) and fit["channels"] < 50
     [biased] = channels.popularity(summary, made(spark, [], rest.schema)).collect()
     assert biased["exponent"] > 1.2 and biased["channels"] > 50, "of all that were named"
+    [few] = channels.popularity(summary.limit(2), rest).collect()
+    assert (few["exponent"], few["standard_error"]) == (None, None)
 
 
 def test_a_server_that_was_overloaded_for_less_than_a_slot_is_named() -> None:
@@ -209,20 +211,27 @@ def test_a_channel_that_moves_or_was_replicated_before_keeps_its_rate(spark: Spa
         ("stays", "s1", 11.0, 110),
         ("on two", "s1", 10.0, 100),
         ("on two", "s2", 10.0, 100),
+        ("for two", "s1", 10.0, 60),
+        ("for two", "s2", 10.0, 40),
     ]
     columns = "channel string, server string, seconds double, publications long"
     zeros = {
         name: F.lit(1).cast("long") for name in ("publishers", "subscribers", "messages_sent", "bytes_in", "bytes_out")
     }
     slots = made(spark, rows, columns).withColumns({**zeros, "slot": F.lit(BEGIN)})
-    change = ("on two", 3, BEGIN + timedelta(seconds=60), ALL_PUBLISHERS, SINGLE)
-    plans = made(spark, [change], "channel string, epoch long, at timestamp, from_mode string, to_mode string")
+    changes = [
+        (channel, 3, BEGIN + timedelta(seconds=60), mode, SINGLE)
+        for channel, mode in (("on two", ALL_PUBLISHERS), ("for two", ALL_SUBSCRIBERS))
+    ]
+    plans = made(spark, changes, "channel string, epoch long, at timestamp, from_mode string, to_mode string")
     loads = channels.channel_loads(slots, channels.replicated_spans(plans), 10).collect()
-    found = {row["channel"]: (row["mode"], row["seconds"], row["publications"], row["subscribers"]) for row in loads}
+    names = ("mode", "seconds", "publications", "subscribers", "publishers")
+    found = {row["channel"]: tuple(row[name] for name in names) for row in loads}
     assert found == {
-        "moves": (SINGLE, 10.0, 110, 1),
-        "stays": (SINGLE, 11.0, 110, 1),
-        "on two": (ALL_PUBLISHERS, 10.0, 100, 2),
+        "moves": (SINGLE, 10.0, 110, 1, 1),
+        "stays": (SINGLE, 11.0, 110, 1, 1),
+        "on two": (ALL_PUBLISHERS, 10.0, 100, 2, 1),
+        "for two": (ALL_SUBSCRIBERS, 10.0, 100, 1, 2),
     }
 
 

@@ -90,6 +90,10 @@ def test_the_settings_in_force_are_those_of_the_latest_balancer(spark: SparkSess
     assert found.numbers == {**DEFAULTS, "load_ratio_high": 0.9}, "nothing of the balancer before"
     after = Recording(spark, str(tmp_path), datetime.fromtimestamp(BEGIN + 65, UTC))
     assert settings_in_force(after) == replace(found, led_since=None), "they are not recorded each second"
+    again = [{**row, "number": 9} for row in settings_rows(2, BEGIN + 59, load_ratio_high=0.6, wait_s=4.0)]
+    write(tmp_path / "back", RecordedWindow(BEGIN, BEGIN, SERVERS, []), {"settings": [*latest, *again]})
+    of_latest = settings_in_force(Recording(spark, str(tmp_path / "back"))).numbers
+    assert (of_latest["load_ratio_high"], of_latest["wait_s"]) == (0.6, 4.0), "the recorder's clock went back"
     pauses = json.loads(pauses_of(after).collect()[0]["pauses"])
     assert [row["kind"] for row in pauses] == ["leads", "leads", "paused"], "still paused, since before the begin"
 

@@ -154,6 +154,17 @@ def test_absences_from_a_server_that_left_and_came_back_have_other_numbers() -> 
     assert numbers == [1, 2], "rows with equal keys are one event"
 
 
+def test_the_absence_from_a_server_that_moved_is_noted() -> None:
+    recorder = Recorder().listening()
+    recorder.pass_time(1.5)
+    recorder.push("s1", PROBES, b"the latest message")
+    recorder.tell(ServersChanged((Server("s1", "redis://elsewhere:1"),)))
+    recorder.pass_time(4.0)
+    recorder.up("s1")
+    [away] = recorder.tell(Pushed("s1", [[b"subscribe", PROBES, 2]]))
+    assert (away.same["kind"], away.same["seconds"]) == ("recorder_away", 4.5), "since the latest tick"
+
+
 def test_a_probe_measures_the_latency_and_a_lost_one_has_none() -> None:
     recorder = Recorder().listening()
     [(channel, first)] = commands(recorder.pass_time(1.0), b"PUBLISH", "s1")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import resource
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -12,9 +13,10 @@ from dynamoth.errors import ConfigError, MalformedMessage
 from dynamoth.plan.plan import Server
 from dynamoth.recording import TABLES, VERSION, VERSION_KEY, Type
 from dynamoth_recorder.events import Rows
+from dynamoth_recorder.process import store as process_store
 from dynamoth_recorder.process.backlog import BATCH_BYTES, Backlog, Portion, folder_of
 from dynamoth_recorder.process.runtime import RecorderConfig
-from dynamoth_recorder.process.store import FILES_PER_HOUR, Store
+from dynamoth_recorder.process.store import FILES_PER_HOUR, DiskFull, Store
 from dynamoth_recorder.process.tables import SCHEMAS, arrow, parquet, to_batch
 
 A, B = "a" * 16, "b" * 16
@@ -99,6 +101,50 @@ def test_files_of_every_table_are_merged(table: str, store: Store) -> None:
     store.upkeep(NOW)
     [path] = (store.folder / table).rglob("*.parquet")
     assert parquet.ParquetFile(path).metadata.num_rows == 3
+
+
+def test_a_merge_takes_no_more_files_than_it_has_memory_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long names that are alike take memory, and next to nothing on disk."""
+    for rows in (1000, 1000, 5000, 1000, 1000, 1000):
+        store.write(portion(NOW - 2 * HOUR, rows))
+    one = parquet.ParquetFile(next(store.folder.rglob("*.parquet"))).read().nbytes
+    monkeypatch.setattr(process_store, "MERGED_MEMORY_BYTES_MAX", 2.5 * one)
+    store.upkeep(NOW)
+    counts = sorted(parquet.ParquetFile(path).metadata.num_rows for path in store.folder.rglob("*.parquet"))
+    assert counts == [1000, 2000, 2000, 5000], "one that is too large alone is left, and two at a time are merged"
+
+
+def test_files_that_cannot_be_merged_do_not_keep_old_hours(store: Store) -> None:
+    store.write(portion(NOW - 50 * HOUR))
+    store.write(portion())
+    (store.folder / ".merging.lock").mkdir()
+    with_bounds = Store(store.folder, B, keep_hours=24.0)
+    with pytest.raises(OSError, match="directory"):
+        with_bounds.upkeep(NOW)
+    with_bounds.close()
+    assert len(files(store)) == 1
+
+
+def test_a_table_that_cannot_be_written_does_not_keep_the_others(store: Store) -> None:
+    (store.folder / "servers").touch()
+    servers = Portion("servers", portion().hour, (to_batch(Rows("servers", 1, {}), 0, A),))
+    left, failure = store.write_all([servers, portion()])
+    assert left == [servers] and failure.startswith(f"{store.folder / 'servers'}: ")
+    assert len(files(store)) == 1
+    (store.folder / "servers").unlink()
+    assert store.write_all(left) == ([], "")
+
+
+def test_a_recorder_whose_disk_is_full_at_its_start_can_be_started_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(DiskFull, match="make room, and start it again"):
+        patch.setattr(process_store, "_opened_for_lock", full)
+        Store(store.folder, B)
+    Store(store.folder, B).close()
 
 
 def test_files_of_a_living_recorder_and_damaged_ones_are_left_alone(store: Store) -> None:

@@ -84,6 +84,8 @@ def channel_loads(slots: DataFrame, spans: DataFrame, slot_s: int) -> DataFrame:
     within &= F.col("r.end").isNull() | (F.col("s.slot") < F.col("r.end"))
     joined = s.join(r, (F.col("s.channel") == F.col("r.channel")) & within, "left")
     rows = joined.select("s.*", F.coalesce("r.mode", F.lit(SINGLE)).alias("mode"))
+    # Each publisher of a channel with ALL_SUBSCRIBERS is at one of its servers, and with ALL_PUBLISHERS at all.
+    publishers_of_each = F.max("mode") == ALL_SUBSCRIBERS
     each_sees_all = F.max("mode") == ALL_PUBLISHERS
     in_turn = F.least(F.sum("seconds"), F.greatest(F.max("seconds"), F.lit(float(slot_s))))
     return rows.groupBy("channel", "slot").agg(
@@ -92,7 +94,7 @@ def channel_loads(slots: DataFrame, spans: DataFrame, slot_s: int) -> DataFrame:
         F.when(F.max("mode") == SINGLE, in_turn).otherwise(F.max("seconds")).alias("seconds"),
         F.when(each_sees_all, F.max("publications")).otherwise(F.sum("publications")).alias("publications"),
         F.when(each_sees_all, F.sum("subscribers")).otherwise(F.max("subscribers")).alias("subscribers"),
-        F.max("publishers").alias("publishers"),
+        F.when(publishers_of_each, F.sum("publishers")).otherwise(F.max("publishers")).alias("publishers"),
         F.sum("messages_sent").alias("messages_sent"),
         F.sum("bytes_in").alias("bytes_in"),
         F.sum("bytes_out").alias("bytes_out"),
@@ -225,6 +227,6 @@ def popularity(summary: DataFrame, slots: DataFrame) -> DataFrame:
     return fit.select(
         "channels",
         F.when(enough, -F.col("slope")).alias("exponent"),
-        F.sqrt(F.greatest(spread, F.lit(0.0))).alias("standard_error"),
+        F.when(enough, F.sqrt(F.greatest(spread, F.lit(0.0)))).alias("standard_error"),
         "r2",
     )

@@ -51,6 +51,8 @@ class Backlog:
         self._gathered: defaultdict[tuple[str, str], _Gathered] = defaultdict(_Gathered)
         #: Bytes of all rows that are here.
         self.size_bytes = 0
+        #: Of those that were taken and are being written.
+        self._taken_bytes = 0
         #: Rows that there was no room for, by table.
         self.lost: Counter[str] = Counter()
 
@@ -59,20 +61,21 @@ class Backlog:
         self._add(table, folder_of(at_us), batch)
 
     def take(self) -> list[Portion]:
-        """Take everything."""
+        """Take everything. It counts until :meth:`give_back`."""
         portions = [Portion(*key, (*each.large, *each.small)) for key, each in self._gathered.items()]
         self._gathered.clear()
-        self.size_bytes = 0
+        self._taken_bytes, self.size_bytes = self.size_bytes, 0
         return portions
 
     def give_back(self, portions: list[Portion]) -> None:
-        """Put portions back that could not be written; those that came since may be newer, and have their room."""
+        """Put back what could not be written of what was taken."""
+        self._taken_bytes = 0
         for portion in portions:
             for batch in portion.batches:
                 self._add(portion.table, portion.hour, batch)
 
     def _add(self, table: str, hour: str, batch: Any) -> None:
-        if self.size_bytes + _size(batch) > self._bytes_max:
+        if self._taken_bytes + self.size_bytes + _size(batch) > self._bytes_max:
             self.lost[table] += batch.num_rows
             return
         self.size_bytes += _size(batch)

@@ -26,7 +26,7 @@ from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
 from dynamoth_link.options import LinkOptions
 from dynamoth_recorder.events import LinkChanged, RecorderNews, Refused, Rows, ServersChanged, StoreChanged
 from dynamoth_recorder.machine import RecorderMachine
-from dynamoth_recorder.process.backlog import Backlog, Portion
+from dynamoth_recorder.process.backlog import Backlog
 from dynamoth_recorder.process.metrics import Recording, make_registry
 from dynamoth_recorder.process.store import Store
 from dynamoth_recorder.process.tables import to_batch
@@ -214,19 +214,10 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
         """Write everything that was gathered; keep what cannot be written."""
         async with self._writing:
             portions = self._recording.backlog.take()
-            left, failure = await self._loop.run_in_executor(self._threads, self._write_portions, portions)
+            left, failure = await self._loop.run_in_executor(self._threads, self._store.write_all, portions)
             self._recording.backlog.give_back(left)
             if portions:
                 self._report_writing(failure)
-
-    def _write_portions(self, portions: list[Portion]) -> tuple[list[Portion], str]:
-        """Write in the thread. Returns what is left, and why."""
-        for index, portion in enumerate(portions):
-            try:
-                self._store.write(portion)
-            except OSError as error:
-                return portions[index:], f"{self._store.folder / portion.table}: {error.strerror or error}"
-        return [], ""
 
     def _report_writing(self, failure: str) -> None:
         recording = self._recording

@@ -16,6 +16,7 @@ Upkeep touches complete files only.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -30,7 +31,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dynamoth.errors import ConfigError
+from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.recording import TABLES
 from dynamoth_recorder.process.backlog import Portion
 from dynamoth_recorder.process.tables import SCHEMAS, arrow, parquet
@@ -41,7 +42,9 @@ SMALL_ROWS = 500_000
 
 MERGED_BYTES_MAX = 2 * SMALL_BYTES
 MERGED_ROWS_MAX = 2 * SMALL_ROWS
-"""Bounds of the files of one merge, all of which is in memory: a row of ``channels`` takes some 130 bytes there."""
+MERGED_MEMORY_BYTES_MAX = 256 * 1024 * 1024
+"""Bounds of the files of one merge. All of it is in memory, twice at its end. A row of ``channels`` takes some 130
+bytes there, and more with long names, which take next to nothing on disk."""
 
 FILES_PER_HOUR = 60
 """Once the present hour has this many small files of a table, they are merged; those of an hour that is over, always.
@@ -55,6 +58,12 @@ MERGING_S_MAX = 2.0
 
 _HOUR = re.compile(r"date=(\d{4}-\d\d-\d\d)/hour=(\d\d)")
 _FILE = re.compile(r"\.?([0-9a-f]{16})-\d+\.(?:parquet|tmp)")
+
+
+class DiskFull(DynamothError):
+    """Raised when a recorder cannot begin, as its disk is full."""
+
+    code = "disk-full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,7 @@ class Store:
 
     Raises:
         ConfigError: nothing can be written there.
+        DiskFull: nothing can be written there now.
 
     """
 
@@ -97,17 +107,32 @@ class Store:
         self.files_written = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()  # a full disk may have room for the lock afterwards
             self._lock = self._locked()
-            self._remove_leftovers()
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConfigError(f"recorder.out: {folder} cannot be written ({reason}): choose another folder") from error
+            text = f"recorder.out: {folder} cannot be written ({reason})"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(f"{text}: make room, and start it again") from error
+            raise ConfigError(f"{text}: choose another folder") from error
 
     def close(self) -> None:
         """Release the lock."""
         with suppress(OSError):
             self._lock_path(self.recorder).unlink(missing_ok=True)
         self._lock.close()
+
+    def write_all(self, portions: Sequence[Portion]) -> tuple[list[Portion], str]:
+        """Write a file for each. Returns those that could not be written, and why: tables may be on different disks."""
+        left: list[Portion] = []
+        failure = ""
+        for portion in portions:
+            try:
+                self.write(portion)
+            except OSError as error:
+                left.append(portion)
+                failure = failure or f"{self.folder / portion.table}: {error.strerror or error}"
+        return left, failure
 
     def write(self, portion: Portion) -> None:
         """Write a file. Raises OSError; then nothing of it is left."""
@@ -139,10 +164,12 @@ class Store:
     # Upkeep.
 
     def upkeep(self, now: datetime, *, merge: bool = True) -> None:
-        """Merge small files, and delete what is too old or too much. Raises OSError."""
-        if merge:
-            self._merge_alone(now)
-        self._delete_old(now)
+        """Delete what is too old or too much, and merge small files. Raises OSError."""
+        try:
+            self._delete_old(now)
+        finally:
+            if merge:
+                self._merge_alone(now)
 
     def _merge_alone(self, now: datetime) -> None:
         """Merge files, unless another recorder does."""
@@ -220,13 +247,23 @@ class Store:
             return None
 
     def _merge_files(self, hour: _Hour, paths: Sequence[Path]) -> None:
+        """Merge files, as many as the memory is for; those that are too large there are left alone."""
         read: list[tuple[Path, Any]] = []
+        size = 0
         for path in paths:
             try:
                 with parquet.ParquetFile(path) as file:
-                    read.append((path, file.read()))
+                    table = file.read()
             except (arrow.ArrowException, OSError):
                 self._left_alone.add(path)
+                continue
+            if table.nbytes > MERGED_MEMORY_BYTES_MAX / 2:
+                self._left_alone.add(path)
+            elif size + table.nbytes > MERGED_MEMORY_BYTES_MAX:
+                break
+            else:
+                read.append((path, table))
+                size += table.nbytes
         if len(read) > 1:
             self._write_file(hour.path, arrow.concat_tables([table for _, table in read]).combine_chunks())
             for path, _ in read:
