@@ -207,6 +207,9 @@ GAPS = _table(
 )
 """What the recording does not know."""
 
+MERGING_LOCK = ".merging.lock"
+"""A file in the folder of a recording. A recorder locks it while it merges, and a reader, shared, against that."""
+
 BALANCER_TABLES = {table.name: table for table in (PLANS, DECISIONS, SETTINGS)}
 """Those whose rows a balancer sends. Recorders make the others themselves."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dynamoth.errors import ConfigError
-from dynamoth.recording import TABLES, Type
+from dynamoth.recording import MERGING_LOCK, TABLES, Type
 from dynamoth_analytics.errors import BadRecording
 
 # They have no types.
@@ -19,6 +22,11 @@ arrow: Any = import_module("pyarrow")
 parquet: Any = import_module("pyarrow.parquet")
 
 _SPECIAL = "*?[]{}\\"
+
+MERGING_S_MAX = 10.0
+LOOK_S = 0.1
+
+LOCK_FLAGS = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 NAMED_MAX = 3
 """Most files that a message names."""
@@ -62,6 +70,35 @@ def check_recording(folder: str, begin: datetime | None, end: datetime | None) -
         )
     hours = {name: _files_between(Path(folder, name), begin, end) for name in TABLES}
     _refuse_broken({file: name for name, each in hours.items() for files in each.values() for file in files})
+
+
+@contextmanager
+def without_merging(folder: str) -> Generator[None]:
+    """Keep recorders from merging files: jobs read a table several times, and list its files once.
+
+    It needs a folder that this process can lock. A recorder that is merging is given ``MERGING_S_MAX`` to end.
+    """
+    if is_url(folder):
+        yield
+        return
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock = stack.enter_context(open(os.open(Path(folder, MERGING_LOCK), LOCK_FLAGS, 0o644), "rb"))
+            _lock_shared(lock)
+        yield
+
+
+def _lock_shared(lock: BinaryIO) -> None:
+    deadline = time.monotonic() + MERGING_S_MAX
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_S)
+        else:
+            return
 
 
 def check_name(folder: str) -> None:

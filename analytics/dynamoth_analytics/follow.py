@@ -42,6 +42,7 @@ from dynamoth_analytics.page.drawing import draw_recent
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import SCHEMAS, Recording, made
 from dynamoth_analytics.recorded_settings import present_settings
+from dynamoth_analytics.text import time_format
 
 TRIGGER = "10 seconds"
 """Recorders write every 5 s."""
@@ -50,6 +51,9 @@ PARTITIONS_MAX = 4
 """A batch has few rows, and each partition costs some time."""
 
 RECENT = timedelta(hours=1)
+AHEAD_MAX = timedelta(hours=1)
+"""Rows that are further in the future are dropped."""
+
 SLOT_S = 5
 DRAWN_SLOT_S = SLOT_S * -(-int(RECENT.total_seconds()) // SLOT_S // SLOTS_DRAWN_MAX)
 
@@ -151,6 +155,8 @@ class Follower:
         _keep_only(before)
         jobs = Jobs(folder)
         earlier = self._earlier(before if number else None)
+        # One row of a wrong clock must not make all others too old.
+        rows = rows.where(F.col("at") <= F.lit(datetime.now(UTC) + AHEAD_MAX))
         new = rows.withColumn("is_channel", F.col("channels").isNotNull()).join(
             F.broadcast(earlier.seen), list(SEEN), "left_anti"
         )
@@ -193,6 +199,7 @@ class Follower:
         departed = jobs.run("anomalies", lambda: anomalies.anomalies(reports, loads), F.desc("at"))
         jobs.draw("incomplete", anomalies.incomplete(departed))
         jobs.drawn.settings, jobs.drawn.settings_recorded = settings.numbers, settings.recorded
+        jobs.drawn.slot_s, jobs.drawn.when = SLOT_S, time_format(begin, newest)
         sentences = findings(jobs.drawn)
         hidden = self._out / f".{PAGE}"
         hidden.write_text(draw_recent(jobs.drawn, sentences, begin, newest), encoding="utf-8")
@@ -209,7 +216,8 @@ def _recent_begin(folder: str) -> datetime | None:
     """Return the begin of the hour before the newest one; None where only Spark can look."""
     if is_url(folder):
         return None
-    newest = max(hours_of(Path(folder, SERVERS.name)), default=None)
+    hours = (hour for hour in hours_of(Path(folder, SERVERS.name)) if hour <= datetime.now(UTC) + AHEAD_MAX)
+    newest = max(hours, default=None)
     return newest and newest - RECENT
 
 

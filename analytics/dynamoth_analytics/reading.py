@@ -11,11 +11,12 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -56,11 +57,13 @@ YEARS = 1971, 9998
 """Times of the command line are in these: with some hours more or less, they are still times for Python."""
 
 CLOCK_S_MIN = 1.0
-"""Clocks that differ by less are as good as equal: a message takes some milliseconds to a recorder, and as much more on
-a busy machine."""
+"""Smaller differences are ignored: they may be delays of messages on a busy machine."""
 
-RECORDERS_MAX = 1000
+PAIRS_MAX = 1000
 """Most pairs of recorders that are compared."""
+
+NOTHING_THERE = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
+"""What Spark says of a folder that does not exist, or has no files."""
 
 
 def made(spark: SparkSession, rows: Sequence[tuple[Any, ...]], schema: StructType | str) -> DataFrame:
@@ -75,7 +78,7 @@ def parse_time(text: str) -> datetime:
         time = datetime.fromisoformat(text)
         time = time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
     except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{text!r} is no time: 2026-11-23T10:00 expected (UTC)") from error
+        raise ConfigError(f"{text!r} is not a time: 2026-11-23T10:00 expected (UTC)") from error
     if not YEARS[0] <= time.year <= YEARS[1]:
         raise ConfigError(f"{text!r} is in no recording: a year from {YEARS[0]} to {YEARS[1]} expected")
     return time
@@ -142,7 +145,7 @@ class Recording:
             .groupBy(F.col("first.recorder").alias("a"), F.col("later.recorder").alias("b"))
             .agg(F.percentile_approx(ahead_s, 0.5).alias("ahead_s"), F.count("*").alias("reports"))
         )
-        found = pairs.orderBy(F.desc("reports")).limit(RECORDERS_MAX).collect()
+        found = pairs.orderBy(F.desc("reports")).limit(PAIRS_MAX).collect()
         return clocks_ahead([(row["a"], row["b"], row["ahead_s"], row["reports"]) for row in found])
 
     def without_reports(self) -> BadRecording:
@@ -151,17 +154,22 @@ class Recording:
         if self.begin is None and self.end is None:
             return BadRecording(f"{text}: record for longer than one report interval")
         times = F.min("at").cast("double").alias("begin"), F.max("at").cast("double").alias("end")
-        row = Recording(self.spark, self.folder).table(SERVERS.name, ()).agg(*times).collect()[0]
+        row = self.part(None, None).table(SERVERS.name, ()).agg(*times).collect()[0]
         if row["begin"] is None:
             return BadRecording(f"{text}, at no time: record for longer than one report interval")
         begin, end = (datetime.fromtimestamp(row[name], UTC) for name in ("begin", "end"))
         return BadRecording(f"{text} in this time: choose times between {begin:%F %T} and {end:%F %T} (UTC)")
 
+    def part(self, begin: datetime | None, end: datetime | None) -> Recording:
+        """Return another part of the recording, by the same clock."""
+        part = Recording(self.spark, self.folder, begin, end, self.compares_clocks)
+        if self.compares_clocks:
+            part._ahead_s = self._ahead_s
+        return part
+
     def until_end(self, name: str) -> DataFrame:
-        """Return a table from the begin of the recording on: for what was so before ``begin``, too."""
-        if self.begin is None:
-            return self.table(name)
-        return Recording(self.spark, self.folder, None, self.end, self.compares_clocks).table(name)
+        """Return a table up to ``end``, with the rows before ``begin``."""
+        return self.table(name) if self.begin is None else self.part(None, self.end).table(name)
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> DataFrame:
         """Return a table, each event once.
@@ -180,29 +188,47 @@ class Recording:
             return _channels_once(rows) if in_files else deduplicated(rows, TABLES[name])
 
     def _rows(self, name: str, columns: Sequence[str] | None) -> DataFrame:
-        """Return a table by one clock."""
+        """Return a table between ``begin`` and ``end``, by one clock."""
         rows = self._rows_of(name, columns)
         if self.compares_clocks and self._ahead_s:
             pairs = [F.lit(each) for item in self._ahead_s.items() for each in item]
             ahead_s = F.coalesce(F.create_map(*pairs)[F.col("recorder")], F.lit(0.0))
             rows = rows.withColumn("at", F.timestamp_micros(F.unix_micros("at") - F.round(ahead_s * 1e6).cast("long")))
-        return rows
-
-    def _rows_of(self, name: str, columns: Sequence[str] | None) -> DataFrame:
-        table, paths = TABLES[name], self._paths(name)
-        if paths:
-            reader = self.spark.read.option("mergeSchema", "true").option("pathGlobFilter", "*.parquet")
-            found = reader.option("basePath", f"{self.folder}/{name}").parquet(*paths).drop("date", "hour")
-        else:
-            found = made(self.spark, [], SCHEMAS[name])
-        rows = self._conformed(found, table)
-        if columns is not None:
-            rows = rows.select(*dict.fromkeys(["at", "recorder", *table.key, *columns]))
         if self.begin is not None:
             rows = rows.where(F.col("at") >= F.lit(self.begin))
         if self.end is not None:
             rows = rows.where(F.col("at") < F.lit(self.end))
         return rows
+
+    def _rows_of(self, name: str, columns: Sequence[str] | None) -> DataFrame:
+        """Return a table in the hours from ``begin`` to ``end``."""
+        table = TABLES[name]
+        rows = self._conformed(self._found(name), table)
+        return rows if columns is None else rows.select(*dict.fromkeys(["at", "recorder", *table.key, *columns]))
+
+    def _found(self, name: str) -> DataFrame:
+        """Return what is in the files of a table; nothing where it has none."""
+        reader = self.spark.read.option("mergeSchema", "true").option("pathGlobFilter", "*.parquet")
+        path = f"{self.folder}/{name}"
+        if not is_url(self.folder):
+            hours = files_of(self.folder, name, self.begin, self.end)
+            self._files.update(*hours.values())
+            if not hours:
+                return made(self.spark, [], SCHEMAS[name])
+            return reader.option("basePath", path).parquet(*map(str, hours)).drop("date", "hour")
+        try:
+            found = reader.parquet(path)
+        except AnalysisException as error:
+            if name == SERVERS.name or error.getCondition() not in NOTHING_THERE:
+                raise
+            return made(self.spark, [], SCHEMAS[name])
+        if {"date", "hour"} <= set(found.columns):
+            begin = F.to_timestamp(F.concat_ws(" ", "date", "hour"), "yyyy-MM-dd HH")
+            if self.begin is not None:
+                found = found.where(begin > F.lit(self.begin - timedelta(hours=1)))
+            if self.end is not None:
+                found = found.where(begin < F.lit(self.end))
+        return found.drop("date", "hour")
 
     def _conformed(self, found: DataFrame, table: Table) -> DataFrame:
         types = {each.name: each.dataType for each in found.schema}
@@ -218,17 +244,9 @@ class Recording:
         known = set(SCHEMAS[table.name].names)
         return found.select(*selected, *(_named(name) for name in types if name not in known))
 
-    def _paths(self, name: str) -> list[str]:
-        """Return the folders of the hours that were asked for. Raises BadRecording for broken files in them."""
-        if is_url(self.folder):
-            return [f"{self.folder}/{name}"]
-        hours = files_of(self.folder, name, self.begin, self.end)
-        self._files.update(*hours.values())
-        return [str(hour) for hour in hours]
-
 
 def _value(column: StructField) -> Column:
-    """Return the values of a column; a number that is none, or infinite, is unknown."""
+    """Return the values of a column; NaN and infinity become null."""
     value = F.col(column.name).cast(column.dataType)
     if not isinstance(column.dataType, DoubleType):
         return value
@@ -268,24 +286,28 @@ def _channels_once(rows: DataFrame) -> DataFrame:
 
     To compare all rows with each other takes most of the time of a report, and hardly any is there twice. A recorder
     writes the rows of a report one after the other into one file. So only those of other reports are compared: which
-    are in several files, or in one that was merged from files with the same rows.
+    are in several files, or in one that was merged from files with the same rows. Where the copies of such a report lie
+    side by side, the hashes of their channels cancel out.
     """
     report = list(SERVERS.key)
     placed = rows.select(
         *report,
         "recorder",
         F.col("channel").isNull().cast("int").alias("rest"),
+        F.xxhash64(F.coalesce("channel", F.lit(""))).alias("hash"),
         F.xxhash64("_metadata.file_path").alias("file"),
         F.col("_metadata.row_index").alias("row"),
     )
     one_file = (F.min("file") == F.max("file")) & (F.min("recorder") == F.max("recorder"))
     together = one_file & (F.max("row") - F.min("row") + 1 == F.count("*"))
-    marked = placed.groupBy(*report).agg((together & (F.sum("rest") <= 1)).alias("together"))
+    together &= (F.sum("rest") <= 1) & (F.bit_xor("hash") != 0)
+    marked = placed.groupBy(*report).agg(together.alias("together"))
     doubtful = marked.where("not together").select(*report).cache()
     if doubtful.isEmpty():
+        doubtful.unpersist()
         return rows
-    others = rows.join(F.broadcast(doubtful), report, "left_anti").select(*rows.columns)
-    again = rows.join(F.broadcast(doubtful), report, "left_semi").select(*rows.columns)
+    others = rows.join(doubtful, report, "left_anti").select(*rows.columns)
+    again = rows.join(doubtful, report, "left_semi").select(*rows.columns)
     return others.unionByName(deduplicated(again, CHANNELS))
 
 

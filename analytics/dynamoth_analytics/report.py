@@ -21,16 +21,18 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
+from dynamoth_analytics.files import without_merging
 from dynamoth_analytics.follow import Follower, follow_folder
-from dynamoth_analytics.jobs import anomalies, calibration, channels, load, plans, publishers, thresholds
-from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Drawn, Jobs, channel_jobs, load_jobs
+from dynamoth_analytics.jobs import anomalies, calibration, channels, gaps, plans, publishers, replication
+from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
 from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page.drawing import RESPONSE_SERVERS_MAX, draw
 from dynamoth_analytics.page.findings import findings
-from dynamoth_analytics.page.html import clock
 from dynamoth_analytics.reading import Recording, add_recording, asked_for
-from dynamoth_analytics.recorded_settings import PresentSettings, present_settings
+from dynamoth_analytics.recommendation import capacities, recommended
+from dynamoth_analytics.recorded_settings import present_settings
 from dynamoth_analytics.session import add_session, check_session, open_session
+from dynamoth_analytics.text import time_format
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
 
 PAGE = "report.html"
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = new_folder(arguments.out, "report")
     end_at_signals(EXIT_INTERRUPTED, "interrupted")
     started = time.monotonic()
-    with deleted_after_failure(out), open_session(arguments, "dynamoth report") as spark:
+    with deleted_after_failure(out), without_merging(where), open_session(arguments, "dynamoth report") as spark:
         say(f"{'spark':14}{spark.version}, {time.monotonic() - started:.1f} s")
         report = Report(Recording(spark, where, begin, end), out)
         sentences = report.write()
@@ -156,7 +158,7 @@ class Report:
         drawn = self._jobs.drawn
         drawn.settings, drawn.settings_recorded = settings.numbers, settings.recorded
         drawn.missing, drawn.files_gone = self._recording.missing, self._recording.files_gone()
-        drawn.slot_s, drawn.when = extent.slot_s, clock(extent.begin, extent.end)
+        drawn.slot_s, drawn.when = extent.slot_s, time_format(extent.begin, extent.end)
         drawn.clocks_differ_s = self._recording.clocks_differ_s
         sentences = findings(drawn)
         toml = recommended(drawn, settings)
@@ -174,7 +176,7 @@ class Report:
         rows = recording.table("channels", (*channels.COLUMNS, "publisher_ids"))
         slots = jobs.run("channel_slots", lambda: channels.channel_slots(rows, slot_s))
         plan_rows = recording.table("plans")
-        step = max(1, math.ceil(extent.seconds / slot_s / SLOTS_DRAWN_MAX)) * slot_s
+        step = max(1, math.ceil(extent.covered_s / slot_s / SLOTS_DRAWN_MAX)) * slot_s
         server_loads = load_jobs(
             jobs, servers, slots, slot_s=slot_s, drawn_slot_s=step, high=settings["load_ratio_high"]
         )
@@ -182,7 +184,7 @@ class Report:
         jobs.draw("rise", server_loads.agg(rise.alias("rise")))
         loads = channel_jobs(jobs, slots, channels.replicated_spans(recording.until_end("plans")), slot_s)
         modes = jobs.run(
-            "replication", lambda: channels.replication(loads, settings, extent.capacity), F.desc("seconds")
+            "replication", lambda: replication.replication(loads, settings, extent.capacity), F.desc("seconds")
         )
         jobs.draw("not_as_wanted", modes.where("mode != wanted").orderBy(F.desc("seconds")), 1)
         changes = jobs.run("changes", lambda: plans.changes(plan_rows), F.desc("at"))
@@ -203,34 +205,12 @@ class Report:
         jobs.draw("response", response.join(F.broadcast(busiest), "server").orderBy("server", "ratio"))
         capacity = max(capacities(jobs.drawn, at_break=True).values(), default=extent.capacity)
         high = settings["load_ratio_high"]
-        jobs.run("outgrown", lambda: thresholds.outgrown(loads, capacity, high), F.desc("ratio"))
+        jobs.run("outgrown", lambda: replication.outgrown(loads, capacity, high), F.desc("ratio"))
         named = jobs.run("publisher_slots", lambda: publishers.publisher_slots(rows, server_loads, slot_s))
         found = partial(anomalies.anomalies, servers, loads, named)
         departed = jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
         jobs.draw("incomplete", anomalies.incomplete(departed))
-        jobs.run("gaps", lambda: gaps(recording.table("gaps"), server_loads, slot_s), F.desc("at"))
-
-
-def gaps(rows: DataFrame, loads: DataFrame, slot_s: int) -> DataFrame:
-    """Return the table, but what every recorder hears of only once, and the times without reports of any server."""
-    heard_by_all = F.when(F.col("kind") == "agent_blind", "").otherwise(F.col("recorder"))
-    once = rows.withColumn("of", heard_by_all).dropDuplicates(["kind", "server", "incarnation", "sequence", "of"])
-    return once.drop("of").unionByName(load.without_reports(loads, slot_s), allowMissingColumns=True)
-
-
-def capacities(drawn: Drawn, *, at_break: bool = False) -> dict[str, float]:
-    """Return the maximum of each server in bytes/s: as configured, or what it sent at its break point."""
-    found = {row["server"]: float(row["outgoing_bytes_per_s_max"] or 1) for row in drawn["servers"]}
-    breaks = {row["server"]: row["break_ratio"] or 1.0 for row in drawn["break_points"]} if at_break else {}
-    return {server: value * breaks.get(server, 1.0) for server, value in found.items()}
-
-
-def recommended(drawn: Drawn, settings: PresentSettings) -> str:
-    """Return the recommended settings as TOML."""
-    rise = drawn["rise"][0]["rise"]
-    more = thresholds.thresholds(drawn["outgrown"], settings.numbers)
-    breaks = drawn["break_points"]
-    return calibration.recommended(breaks, capacities(drawn), settings.urls, rise, settings.numbers, more)
+        jobs.run("gaps", lambda: gaps.gaps(recording.table("gaps"), server_loads, slot_s), F.desc("at"))
 
 
 if __name__ == "__main__":

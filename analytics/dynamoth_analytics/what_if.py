@@ -27,6 +27,7 @@ from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
 from dynamoth.recording import channel_text
+from dynamoth_analytics import text
 from dynamoth_analytics.errors import BadRecording, spark_errors
 from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page import html
@@ -175,7 +176,7 @@ class WhatIf:
         """Replay everything, write tables and page, and return the findings. Raises DynamothError."""
         spark, extent = self._recording.spark, self._extent()
         count, windows = len(self._combinations), extent.windows
-        say(f"replaying {html.counted(windows, 'window')} under {html.counted(count, 'combination')} of settings")
+        say(f"replaying {text.counted(windows, 'window')} under {text.counted(count, 'combination')} of settings")
         with spark_errors():
             self._replays(extent).write.parquet(str(self._out / "replays"))
             replays = spark.read.parquet(str(self._out / "replays"))
@@ -385,7 +386,8 @@ def _agreement(
 
 def _moves_shown(moves: Sequence[Moved]) -> str:
     shown = [
-        f"{html.shown(channel_text(move.channel))}: {', '.join(move.before.servers)} to {', '.join(move.after.servers)}"
+        f"{text.display_name(channel_text(move.channel))}: {', '.join(move.before.servers)} to"
+        f" {', '.join(move.after.servers)}"
         for move in moves[:MOVES_SHOWN_MAX]
     ]
     more = len(moves) - len(shown)

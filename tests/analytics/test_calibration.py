@@ -10,11 +10,13 @@ from random import Random
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth_analytics.jobs.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE, break_points, recommended
+from dynamoth_analytics.jobs.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE, break_points
 from dynamoth_analytics.jobs.runner import Drawn, Row
 from dynamoth_analytics.page.drawing import draw
 from dynamoth_analytics.reading import made
+from dynamoth_analytics.recommendation import as_toml
 from dynamoth_analytics.recorded_settings import DEFAULTS
+from dynamoth_analytics.text import time_format
 
 BASE_S = 0.001
 
@@ -75,7 +77,7 @@ def test_breaks_are_told_from_smooth_rises_and_from_chance(spark: SparkSession) 
         assert row["break_ratio"] == (at and pytest.approx(at, rel=0.02)), server
         if shape == BREAK:
             assert row["latency_s_min"] == pytest.approx(BASE_S, rel=0.05), server
-    toml = recommended(
+    toml = as_toml(
         [row.asDict() for row in found.values()],
         dict.fromkeys(SHAPES, 1e6),
         dict.fromkeys(SHAPES, "redis://10.0.0.1:6379"),
@@ -89,12 +91,23 @@ def test_breaks_are_told_from_smooth_rises_and_from_chance(spark: SparkSession) 
 
 
 def test_without_a_break_all_settings_stay() -> None:
-    toml = recommended([], {"s1": 5e5, "s2": 7e5}, {}, 0.1, DEFAULTS)
+    toml = as_toml([], {"s1": 5e5, "s2": 7e5}, {}, 0.1, DEFAULTS)
     assert tomllib.loads(toml)["balancer"] == {
         "load_ratio_high": DEFAULTS["load_ratio_high"],
         "load_ratio_safe": DEFAULTS["load_ratio_safe"],
     }
     assert "# As now: no latency was measured.\n# [[cluster.servers]]" in toml
+
+
+def test_the_recommended_servers_are_those_of_the_settings_in_force() -> None:
+    urls = {"s1": "redis://10.0.0.1:6379", "s2": "redis://10.0.0.2:6379"}
+    toml = as_toml([], {"s1": 5e5, "s9": 7e5}, urls, None, DEFAULTS, draining=["s2"])
+    assert tomllib.loads(toml)["cluster"]["servers"] == [
+        {"id": "s1", "url": urls["s1"], "outgoing_bytes_per_s_max": 500_000},
+        {"id": "s2", "url": urls["s2"], "draining": True},
+    ]
+    assert "# No report of it was recorded" in toml
+    assert "# It was not in the last recorded settings: it may have left." in toml and '# id = "s9"' in toml
 
 
 def test_load_ratio_high_leaves_room_for_peaks_within_its_bounds() -> None:
@@ -103,7 +116,7 @@ def test_load_ratio_high_leaves_room_for_peaks_within_its_bounds() -> None:
         "ratio_max": 0.7, "probes": 100,
     }  # fmt: skip
     for rise, high in ((0.0, 0.9), (0.1, 0.8), (0.4, 0.6)):
-        toml = tomllib.loads(recommended([row], {"s1": 1e6}, {"s1": "redis://10.0.0.1:6379"}, rise, DEFAULTS))
+        toml = tomllib.loads(as_toml([row], {"s1": 1e6}, {"s1": "redis://10.0.0.1:6379"}, rise, DEFAULTS))
         assert toml["balancer"]["load_ratio_high"] == high
         assert toml["balancer"]["load_ratio_safe"] == pytest.approx(high * 0.75, abs=0.01)
         assert toml["cluster"]["servers"][0]["outgoing_bytes_per_s_max"] == 500_000
@@ -119,7 +132,7 @@ def test_the_page_says_why_there_is_no_break_point_and_which_day_it_was() -> Non
     gaps: list[Row] = [{"server": "s1", "at": end, "kind": "report_missing", "seconds": 5.0, "reason": "lost"}]
     tables: dict[str, list[Row]] = {"break_points": rows, "response": response, "balance": balance, "gaps": gaps}
     drawn = Drawn(tables)
-    drawn.settings = DEFAULTS
+    drawn.settings, drawn.when = DEFAULTS, time_format(begin, end)
     page = draw(drawn, [], begin, end, "")
     for said in (
         "<td>0.55</td>",
@@ -131,5 +144,6 @@ def test_the_page_says_why_there_is_no_break_point_and_which_day_it_was() -> Non
         assert said in page
     assert ">2.1<" in page, "the latency axis is in milliseconds, up to 5% above the largest"
     assert "<td>11-24 00:01:00</td>" in page
+    drawn.when = time_format(end, end)
     assert "<td>00:01:00</td>" in draw(drawn, [], end, end, "")
     assert page.count("There is nothing to draw.") == 2, "where nothing was loaded, nothing is unbalanced"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from tests.processes import command_lines
 SECONDS = 240
 HOT_FROM = 150
 TIMEOUT_S = 120.0
+DAYS_2_S = 172_800
 LATER = datetime.fromtimestamp(BEGIN, UTC) + timedelta(hours=2)
 
 
@@ -105,6 +107,9 @@ def test_a_run_that_was_killed_goes_on_and_each_row_counts_once(spark: SparkSess
     reports = load(SECONDS, rising({"s1": 8, "s2": 4, "s3": 4}, 20_000, 110_000, HOT_FROM)).reports
     half = len(reports) // 2
     with recorders(recording) as stores:
+        record(
+            stores[:1], [RecordedReport(time.time() + DAYS_2_S, replace(reports[0][1], sequence=10**6))]
+        )  # its clock was wrong
         record(stores, reports[:half])
         killed_while_it_follows(recording, out)
         assert not (out / "current").exists()
@@ -112,9 +117,9 @@ def test_a_run_that_was_killed_goes_on_and_each_row_counts_once(spark: SparkSess
         record(stores, reports[half:])
         for store in stores:  # each merges its own files
             store.upkeep(LATER)
-        assert len(list(recording.glob("channels/*/*/*.parquet"))) == 2
+        assert len(list(recording.glob("channels/*/*/*.parquet"))) == 2 + 1
         follow(spark, recording, out)
-    whole = Recording(spark, str(recording), compares_clocks=False)
+    whole = Recording(spark, str(recording), end=LATER, compares_clocks=False)
     slots = channel_slots(whole.table("channels", COLUMNS), SLOT_S)
     for job, expected in (("reports", whole.table("servers").select(*REPORT_COLUMNS)), ("channel_slots", slots)):
         assertDataFrameEqual(table(spark, out, job), in_seconds(expected), rtol=1e-6, atol=1e-9)

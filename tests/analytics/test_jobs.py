@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from math import exp, log
 from random import Random
@@ -11,16 +12,18 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.testing import assertDataFrameEqual  # pyright: ignore[reportUnknownVariableType] it names types of pandas
 
-from dynamoth.plan.plan import single
+from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth.recording import GAPS
-from dynamoth_analytics.jobs import channels, load, plans, publishers, thresholds
+from dynamoth_analytics.jobs import channels, gaps, load, plans, replication
 from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, ALL_SUBSCRIBERS, SINGLE
-from dynamoth_analytics.page.html import figure
+from dynamoth_analytics.jobs.publishers import publisher_slots
 from dynamoth_analytics.reading import SCHEMAS, deduplicated, made
+from dynamoth_analytics.recommendation import thresholds
 from dynamoth_analytics.recorded_settings import DEFAULTS
+from dynamoth_analytics.text import figure
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import ChannelFigures
-from dynamoth_balancer.decide.replicate import Judgement
+from dynamoth_balancer.decide.replicate import wanted_change
 from dynamoth_balancer.options import BalancerOptions
 from tests.analytics.planted import BEGIN
 
@@ -127,12 +130,12 @@ def test_modes_that_algorithm_1_asks_for_against_those_that_channels_had(spark: 
         "channel string, mode string, wanted string, seconds double, publications_per_s_max double,"
         " subscribers_max double, ratio_max double"
     )
-    found = channels.replication(made(spark, rows, CHANNEL_LOADS), settings, CAPACITY)
+    found = replication.replication(made(spark, rows, CHANNEL_LOADS), settings, CAPACITY)
     assertDataFrameEqual(found, made(spark, expected, columns))
 
 
 def test_jobs_and_the_balancer_read_algorithm_1_alike(spark: SparkSession) -> None:
-    """600 channels around all thresholds: the job's wanted mode is that of the production balancer."""
+    """900 channels in all modes, around all thresholds: the job's wanted mode is that of the production balancer."""
     options = BalancerOptions(
         all_subscribers_ratio_min=20.0,
         all_publishers_ratio_min=10.0,
@@ -140,7 +143,7 @@ def test_jobs_and_the_balancer_read_algorithm_1_alike(spark: SparkSession) -> No
         replicate_subscribers_min=100,
         replicate_load_ratio_min=0.4,
     )
-    chance, seconds = Random(14), 10.0
+    chance, seconds, modes = Random(14), 10.0, (SINGLE, ALL_SUBSCRIBERS, ALL_PUBLISHERS)
 
     def around(least: float, most: float) -> float:
         return exp(chance.uniform(log(least), log(most)))
@@ -153,25 +156,26 @@ def test_jobs_and_the_balancer_read_algorithm_1_alike(spark: SparkSession) -> No
             chance.choice([0.0, 1.0, 2.0, around(0.5, 3000), around(20, 500)]),
             chance.choice([0, 1, 2, 3, 50]),
             round(around(0.1, 3) * CAPACITY * seconds),
+            modes[number % 3],
         )
-        for number in range(600)
+        for number in range(900)
     ]
     columns = "number long, seconds double, publications long, subscribers double, publishers long, bytes_out long"
-    wanted = channels.wanted_mode({name: getattr(options, name) for name in DEFAULTS}, CAPACITY)
+    columns += ", mode string"
+    wanted = replication.wanted_mode({name: getattr(options, name) for name in DEFAULTS}, CAPACITY)
     found = made(spark, rows, columns).select("number", wanted.alias("wanted")).orderBy("number").collect()
 
-    def judged(publications: int, subscribers: float, publishers: int, bytes_out: int) -> str:
+    def judged(publications: int, subscribers: float, publishers: int, bytes_out: int, mode: str) -> str:
         sent = {"s1": bytes_out / seconds}
-        figures = ChannelFigures(b"c", single("s1"), publications / seconds, publishers, subscribers, sent)
-        return mode_name(Judgement(figures, CAPACITY, options).entered())
+        present = single("s1") if mode == SINGLE else Assignment(Mode[mode.replace("-", "_").upper()], ("s1", "s2"))
+        figures = ChannelFigures(b"c", present, publications / seconds, publishers, subscribers, sent)
+        wanted = wanted_change(figures, CAPACITY, options)
+        return mode if wanted is None else mode_name(wanted.mode)
 
-    expected = [
-        judged(publications, subscribers, publishers, bytes_out)
-        for _, _, publications, subscribers, publishers, bytes_out in rows
-    ]
+    expected = [judged(*row[2:]) for row in rows]
     assert [row["wanted"] for row in found] == expected
-    counts = {mode: expected.count(mode) for mode in (SINGLE, ALL_SUBSCRIBERS, ALL_PUBLISHERS)}
-    assert min(counts.values()) > 60, counts
+    counts = Counter((row[-1], wanted) for row, wanted in zip(rows, expected, strict=True))
+    assert len(counts) == 9 and min(counts.values()) >= 10, counts
 
 
 def test_gaps_of_two_recorders(spark: SparkSession) -> None:
@@ -185,35 +189,62 @@ def test_gaps_of_two_recorders(spark: SparkSession) -> None:
     ]
     columns = ["at", "recorder", "kind", "server", "incarnation", "sequence", "seconds"]
     schema = ", ".join(f"{name} {SCHEMAS[GAPS.name][name].dataType.simpleString()}" for name in columns)
-    assertDataFrameEqual(deduplicated(made(spark, rows, schema), GAPS), made(spark, rows[1:4], schema))
+    once = deduplicated(made(spark, rows, schema), GAPS)
+    assertDataFrameEqual(once, made(spark, rows[1:4], schema))
+    blind = [(after(7), recorder, "agent_blind", "s1", 1, 9, 4.0) for recorder in ("r1", "r2")]
+    times = [(after(second), 1.0) for second in (0, 1, 2, 30, 31)]
+    found = gaps.gaps(once.union(made(spark, blind, schema)), made(spark, times, "slot timestamp, covered_s double"), 1)
+    assert sorted((row["kind"], row["seconds"]) for row in found.collect()) == [
+        ("agent_blind", 4.0),
+        ("no_reports", 27.0),
+        ("recorder_away", 30.0),
+        *[("report_missing", 2.0)] * 2,
+    ]
+
+
+def test_values_that_are_unknown_count_for_nothing(spark: SparkSession) -> None:
+    """A server did not know for three seconds of four what it sent, nor a report how many subscribers there were."""
+    reports = [("s1", after(2), 1.0, 400.0, 1000.0, 0.1), ("s1", after(5), 3.0, None, 1000.0, None)]
+    [row] = load.load(made(spark, reports, REPORTS), 10, 0.8).collect()
+    assert (row["covered_s"], row["outgoing_bytes_per_s"], row["ratio"]) == (4.0, 400.0, 0.4)
+    columns = "channel string, slot timestamp, seconds double, subscribers double"
+    rows = made(spark, [("c", after(0), 1.0, 6.0), ("c", after(5), 3.0, None)], columns)
+    zeros = ("publications", "messages_sent", "bytes_in", "bytes_out", "publishers", "channels")
+    rows = rows.withColumns({"server": F.lit("s1"), **{name: F.lit(0) for name in zeros}})
+    [slot] = channels.combined(rows.withColumn("slot", F.lit(BEGIN))).collect()
+    assert (slot["seconds"], slot["subscribers"]) == (4.0, 6.0)
 
 
 def test_channels_with_unknown_figures_give_no_reason_for_thresholds() -> None:
     """Columns that an older version did not record are null."""
     row = {"channel": "c", "ratio": 1.2, "publications_per_s": 100.0, "subscribers": 5.0, "publishers": 3}
-    assert thresholds.thresholds([row], DEFAULTS)
+    assert thresholds([row], DEFAULTS)
     for name in ("publications_per_s", "subscribers", "publishers"):
-        assert thresholds.thresholds([{**row, name: None}], DEFAULTS) == []
+        assert thresholds([{**row, name: None}], DEFAULTS) == []
 
 
 def test_thresholds_under_which_a_channel_is_replicated_in_time_stay() -> None:
     """150 is above the rate at load ratio 0.5, and below that at 0.8, where a server is overloaded."""
     row = {"channel": "c", "ratio": 1.0, "publications_per_s": 250.0, "subscribers": 1.0, "publishers": 3}
-    assert thresholds.thresholds([row], {**DEFAULTS, "replicate_publications_per_s_min": 150}) == []
-    [*_, line] = thresholds.thresholds([row], {**DEFAULTS, "replicate_publications_per_s_min": 201})
+    assert thresholds([row], {**DEFAULTS, "replicate_publications_per_s_min": 150}) == []
+    [*_, line] = thresholds([row], {**DEFAULTS, "replicate_publications_per_s_min": 201})
     assert line == "replicate_publications_per_s_min = 110.0"
 
 
 def test_publishers_are_not_busier_when_reports_come_together(spark: SparkSession) -> None:
     """Three reports fall into one slot of a second: the rates are those of the three seconds that they cover."""
     at = datetime(2026, 11, 23, 10, 0, 1, tzinfo=UTC)
-    columns = "at timestamp, server string, sequence long, interval_s double, publishers long, publications long"
-    reports = [(at, "s1", sequence, 1.0, 1, 90, b"12345678") for sequence in (1, 2, 3)]
+    columns = "at timestamp, server string, channel string, interval_s double, publishers long, publications long"
+    reports = [(at, "s1", "c", 1.0, 1, 90, b"12345678")] * 3
     rows = made(spark, reports, f"{columns}, publisher_ids binary")
     figures = F.lit(1.0).alias("outgoing_bytes_per_s"), F.lit(9.0).alias("outgoing_bytes_per_s_max")
     loads = load.load(rows.select("*", *figures, F.lit(0.0).alias("cpu_ratio")), 1, 0.8)
-    [row] = publishers.publisher_slots(rows, loads, 1).collect()
+    [row] = publisher_slots(rows, loads, 1).collect()
     assert (row["seconds"], row["channels"], row["publications_per_s"]) == (3.0, 1.0, 90.0)
+    for channel, publishers in ((None, 0), ("d", 1)):
+        more = made(spark, [(at, "s1", channel, 1.0, publishers, 5, None)], rows.schema)
+        [row] = publisher_slots(rows.union(more), loads, 1).collect()
+        assert (row["channels"], row["publications_per_s"]) == (None, 90.0), "of others no publisher is named"
 
 
 def test_thresholds_are_written_as_their_settings_are() -> None:
@@ -223,7 +254,7 @@ def test_thresholds_are_written_as_their_settings_are() -> None:
         {"channel": "b", "ratio": 1.0, "publications_per_s": 30.0, "subscribers": 60.0, "publishers": 3},
     ]
     present = {**DEFAULTS, "replicate_publications_per_s_min": 150, "replicate_subscribers_min": 100.0}
-    lines = thresholds.thresholds(rows, present)
+    lines = thresholds(rows, present)
     assert {"replicate_publications_per_s_min = 0.54", "replicate_subscribers_min = 27"} < set(lines)
 
 

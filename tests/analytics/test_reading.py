@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from datetime import timedelta
+from contextlib import closing
+from datetime import UTC, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.errors import BadRecording, translated
-from dynamoth_analytics.files import arrow, check_recording, parquet
+from dynamoth_analytics.files import arrow, check_recording, parquet, without_merging
 from dynamoth_analytics.output import deleted_after_failure, new_folder
 from dynamoth_analytics.reading import SCHEMAS, Recording, clocks_ahead
 from dynamoth_analytics.report import Report
@@ -75,6 +76,26 @@ def test_only_the_hours_that_were_asked_for_are_read(spark: SparkSession, small:
     assert [row["sequence"] for row in part.table("servers").collect()] == [1]
 
 
+def test_recorders_do_not_merge_what_is_being_read(small: Path) -> None:
+    record(small, Rows("servers", 1, {"server": "s1"}))
+    with closing(Store(small, B)) as store:
+        with without_merging(str(small)):
+            store.upkeep(BEGIN + timedelta(hours=9))
+            assert len(files_of(small)) == 4
+        store.upkeep(BEGIN + timedelta(hours=9))
+        assert len(files_of(small)) == 3
+    with without_merging("hdfs://elsewhere"), without_merging(str(small / "none")):
+        pass  # where there is nothing to lock
+
+
+def test_a_recording_behind_a_url_may_lack_tables(spark: SparkSession, small: Path) -> None:
+    part = Recording(spark, small.as_uri(), BEGIN + timedelta(hours=1), BEGIN + timedelta(hours=2))
+    assert [row["sequence"] for row in part.table("servers").collect()] == [1]
+    assert part.table("gaps").count() == 0 and part.table("gaps").columns == SCHEMAS["gaps"].names
+    with pytest.raises(BadRecording, match="Spark does not find the recording"):
+        Recording(spark, (small / "servers").as_uri()).table("servers")
+
+
 def test_columns_of_other_versions(spark: SparkSession, small: Path) -> None:
     """An older version lacks a column, which is named; a newer one has one more, which is kept."""
     newer = (
@@ -120,13 +141,17 @@ def test_rows_that_are_there_twice_count_once(spark: SparkSession, tmp_path: Pat
     assert {(row["sequence"], row["channel"], row["bytes_out"]) for row in rows} == expected
 
 
-def test_copies_of_two_recorders_that_were_merged_count_once(spark: SparkSession, tmp_path: Path) -> None:
-    """One after the other in one file, and without a row for all other channels, which would show the copy."""
+@pytest.mark.parametrize("second", [A, B])
+def test_copies_that_were_merged_count_once(spark: SparkSession, tmp_path: Path, second: str) -> None:
+    """One after the other in one file, and without a row for all other channels, which would show the copy.
+
+    Of two recorders, or of one: after a crash while its files were merged.
+    """
     head = {"server": "s1", "incarnation": 1, "sequence": 1, "interval_s": 1.0, "channels": 1}
     rows = Rows("channels", 2, head, {"channel": ["a", "b"], "bytes_out": [1, 2]})
     store = Store(tmp_path, A)
     portions: list[Portion] = []
-    for recorder in (A, B):
+    for recorder in (A, second):
         backlog = Backlog()
         backlog.add("channels", 0, to_batch(rows, 0, recorder))
         portions += backlog.take()
@@ -150,6 +175,10 @@ def test_recorders_whose_clocks_differ_give_one_time(spark: SparkSession, tmp_pa
     times = [round((row["at"] - rows[0]["at"]).total_seconds()) for row in rows]
     assert times == [*range(10)]
     assert recording.clocks_differ_s == pytest.approx(180.03)
+    # The part that only the second one has heard: by the same clock, of which its reports alone say nothing.
+    part = recording.part(rows[6]["at"].astimezone(UTC), None)
+    assert sorted(row["sequence"] for row in part.table("servers").collect()) == [6, 7, 8, 9]
+    assert part.until_end("servers").count() == 10
 
 
 def test_clocks_are_known_of_recorders_that_have_heard_the_same() -> None:
@@ -232,8 +261,8 @@ def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -
         (str(small.parent / "none"), *out): (2, "there is no folder"),
         (str(empty), *out): (1, "has no recording"),
         (str(files_of(small)[0]), *out): (2, "is a file: give the folder"),
-        (str(small), *out, "--from", "noon"): (2, "'noon' is no time"),
-        (str(small), *out, "--to", "9999-12-31T23:59-05:00"): (2, "is no time"),
+        (str(small), *out, "--from", "noon"): (2, "'noon' is not a time"),
+        (str(small), *out, "--to", "9999-12-31T23:59-05:00"): (2, "is not a time"),
         (str(small), *out, "--from", "0001-01-01"): (2, "a year from 1971 to 9998"),
         (str(small), *out, "--master", "foo"): (2, "'foo' is no master of Spark"),
         (str(small), *out, "--master", ""): (2, "'' is no master of Spark"),
@@ -264,8 +293,24 @@ def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.C
     assert refused(capsys, small) == (code, line), "nobody writes into it"
 
 
-def test_an_error_without_words_is_named_by_its_kind() -> None:
-    assert str(translated(Py4JError(""))) == "Spark failed: Py4JError: see --spark-log warn for more"
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Spark failed: Py4JError: see --spark-log warn for more"),
+        ("java.io.FileNotFoundException: x", "a file went away while it was read"),
+        ("[CANNOT_MERGE_SCHEMAS] file:/x/a.parquet", "(file:/x/a.parquet): move the foreign files elsewhere"),
+        ("[FAILED_READ_FILE] file:/x/a.parquet", "file:/x/a.parquet cannot be read: it is damaged"),
+        ("[PATH_NOT_FOUND] x", "Spark does not find the recording"),
+        ("No space left on device", "make room on the disks of --out and SPARK_LOCAL_DIRS"),
+        ("Cannot call methods on a stopped SparkContext", "nobody answers as a Spark master"),
+        ("Python worker: ModuleNotFoundError: x", "set PYSPARK_PYTHON"),
+        ("Python worker\nBadRecording: a row: move it", "a row: move it"),
+        ("line\nCaused by: it fell\nat java", "Spark failed: it fell: see"),
+    ],
+)
+def test_errors_of_spark_become_one_sentence(text: str, said: str) -> None:
+    line = str(translated(Py4JError(text)))
+    assert said in line and "\n" not in line
 
 
 def test_a_run_that_fails_leaves_no_folder(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from pyspark.testing import assertSchemaEqual
 
 from dynamoth.recording import TABLES
 from dynamoth_analytics.errors import SparkFailed, spark_errors
-from dynamoth_analytics.jobs import anomalies, channels, load, thresholds
-from dynamoth_analytics.jobs.calibration import recommended
+from dynamoth_analytics.jobs import anomalies, channels, load, replication
 from dynamoth_analytics.jobs.channels import ALL_PUBLISHERS, ALL_SUBSCRIBERS, SINGLE
 from dynamoth_analytics.jobs.runner import COLLECTED_MAX, Drawn, Row
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import Recording, made
+from dynamoth_analytics.recommendation import as_toml, thresholds
 from dynamoth_analytics.recorded_settings import DEFAULTS
 from dynamoth_analytics.report import PAGE, SETTINGS_FILE, Extent, extent_of
 from dynamoth_cli.main import main
@@ -319,8 +319,8 @@ def test_the_time_without_a_recorder_is_a_gap(rows: Rows) -> None:
 def test_what_a_publisher_had_to_itself_is_known(rows: Rows) -> None:
     alone = [row for row in rows("publisher_slots") if row["publications_per_s"] is not None]
     assert {row["publisher"] for row in alone} == {f"{CHANNELS - 1:016x}"}
-    sent = sum(row["publications"] for row in rows("channel_loads") if row["channel"] == ALONE)
-    assert sum(row["publications_per_s"] for row in alone) * 5 == pytest.approx(sent)
+    rates = [row["publications"] / row["seconds"] for row in rows("channel_loads") if row["channel"] == ALONE]
+    assert max(rates) <= max(row["publications_per_s"] for row in alone) <= 1.1 * max(rates)
 
 
 def test_the_driver_collects_only_what_is_drawn(spark: SparkSession, planted: Path, written: Written) -> None:
@@ -346,13 +346,13 @@ def test_thresholds_are_lowered_to_what_channels_had_before_they_overloaded_a_se
         "channel string, mode string, seconds double, publications long, subscribers double, publishers long,"
         " bytes_out long",
     )
-    found = [row.asDict() for row in thresholds.outgrown(loads, 1e6, 0.8).orderBy("channel").collect()]
+    found = [row.asDict() for row in replication.outgrown(loads, 1e6, 0.8).orderBy("channel").collect()]
     assert [(row["channel"], row["ratio"]) for row in found] == [
         ("many publications", 0.9),
         ("many subscribers", 1.0),
         ("one of each", 1.0),
     ]
-    lines = thresholds.thresholds(found, DEFAULTS)
+    lines = thresholds(found, DEFAULTS)
     values = dict(line.split(" = ") for line in lines if not line.startswith("#"))
     # At load ratio 0.5: 500 publications/s to 30 subscribers, and 20 publications/s to 45 subscribers.
     assert values == {
@@ -363,15 +363,16 @@ def test_thresholds_are_lowered_to_what_channels_had_before_they_overloaded_a_se
     }
     assert any("many publications alone made load ratio 0.90" in line for line in lines)
     toml = tmp_path / "recommended.toml"
-    toml.write_text(recommended([], {"s1": 1e6}, {"s1": "redis://10.0.0.1"}, None, DEFAULTS, lines))
+    toml.write_text(as_toml([], {"s1": 1e6}, {"s1": "redis://10.0.0.1"}, None, DEFAULTS, lines))
     assert main(["balancer", "--check", "--config", str(toml)]) == 0
-    assert thresholds.thresholds([], DEFAULTS) == []
+    assert thresholds([], DEFAULTS) == []
 
 
 def test_latency_around_changes(rows: Rows) -> None:
     around = rows("latency_around")
     assert {row["lost"] for row in around} == {0}
-    assert all(row["before_s"] == pytest.approx(0.0004, rel=0.1) for row in around)
+    assert all(row[name] == pytest.approx(0.0004, rel=0.1) for row in around for name in ("before_s", "after_s"))
+    assert {row["during_s"] for row in around if row["server"] == "s2"} != {None}
 
 
 def test_the_page_is_one_file_and_says_it_in_sentences(report: Path) -> None:

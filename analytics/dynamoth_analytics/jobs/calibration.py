@@ -15,13 +15,10 @@ on both sides of it were seen. A smooth rise has no load ratio beyond which a se
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from dynamoth.settings.declare import to_text
 from dynamoth_analytics.jobs.load import slot_of
 
 SLOT_S = 5
@@ -49,10 +46,6 @@ _POLES = 27
 _POLE_GROWTH = 1.4
 """The poles c of queues that are tried: from ``STEP`` beyond the largest load to 30 beyond it, where the curve is as
 good as straight."""
-
-HIGH_MIN, HIGH_MAX = 0.6, 0.9
-SAFE_RATIO = 0.75
-"""Bounds of the recommended LR_high; LR_safe is this share of it, as with Dynamoth's 0.8 and 0.6."""
 
 
 def response(servers: DataFrame, latency: DataFrame) -> DataFrame:
@@ -169,76 +162,3 @@ def _curves(spark: SparkSession, seen: DataFrame) -> DataFrame:
     pole = F.col("ratio_max") + STEP * F.pow(F.lit(_POLE_GROWTH), F.col("id"))
     poles = seen.crossJoin(spark.range(_POLES)).select(*names, pole.alias("at_ratio"), F.lit(SMOOTH).alias("curve"))
     return breaks.unionByName(bends).unionByName(poles)
-
-
-def recommended(
-    breaks: Sequence[Mapping[str, Any]],
-    capacities: Mapping[str, float],
-    urls: Mapping[str, str],
-    rise: float | None,
-    present: Mapping[str, float],
-    thresholds: Sequence[str] = (),
-) -> str:
-    """Return the recommended settings as TOML for ``dynamoth balancer``, with the evidence as comments.
-
-    The maximum of a server becomes what it sent at its break point, so that load ratio 1 means the same for all. A
-    server without one keeps its own. LR_high leaves room for the usual rise of a load within a slot.
-
-    Args:
-        breaks: rows of :func:`break_points`.
-        capacities: the present maximum of each server, in bytes/s.
-        urls: of the servers; where one is missing, the servers are comments.
-        rise: how far the largest load ratio of a slot is above its mean, usually; None: unknown.
-        present: the settings in force.
-        thresholds: more lines of ``[balancer]``.
-
-    """
-    by_server = {row["server"]: row for row in breaks}
-    found = [row for row in breaks if row["break_ratio"] is not None]
-    lines = [
-        "# Recommended by `dynamoth report`. Check: `dynamoth balancer --check --config FILE`.",
-        "",
-        "[balancer]",
-    ]
-    high, safe = present["load_ratio_high"], present["load_ratio_safe"]
-    if found and rise is not None:
-        relative_rise = rise / min(row["break_ratio"] for row in found)
-        high = round(min(HIGH_MAX, max(HIGH_MIN, 1.0 - relative_rise)), 2)
-        safe = round(high * SAFE_RATIO, 2)
-        lines.append(
-            f"# Room for peaks: in 95% of slots, no report was more than {relative_rise:.2f} above the mean load ratio."
-        )
-    else:
-        lines.append("# As now: at no server was latency seen to break.")
-    lines += [f"load_ratio_high = {high:g}", f"load_ratio_safe = {safe:g}", *thresholds]
-    complete = all(server in urls for server in capacities)
-    mark = "" if complete else "# "
-    if not complete:
-        lines += ["", "# The recording does not have the URLs of all servers: add them, and remove the marks."]
-    for server in sorted(capacities):
-        row = by_server.get(server)
-        broken = row["break_ratio"] if row is not None else None
-        value = capacities[server] * (broken or 1.0)
-        why = "As now: no latency was measured." if row is None else _evidence(row, capacities[server])
-        lines += ["", f"# {why}", f"{mark}[[cluster.servers]]", f"{mark}id = {to_text(server, quoted=True)}"]
-        lines += [f"{mark}url = {to_text(urls.get(server, 'redis://HOST:PORT'), quoted=True)}"]
-        lines += [f"{mark}outgoing_bytes_per_s_max = {max(1, round(value))}"]
-    return "\n".join(lines) + "\n"
-
-
-def _evidence(row: Mapping[str, Any], capacity: float) -> str:
-    """Return why the maximum of a server changes, or stays."""
-    up_to = f"up to load ratio {row['ratio_max']:.2f} ({row['probes']} probes)"
-    if row["shape"] == BREAK:
-        return (
-            f"Latency rises from {row['latency_s_min'] * 1e3:.2f} ms to {row['latency_s_max'] * 1e3:.2f} ms beyond load"
-            f" ratio {row['break_ratio']:.3f} of {capacity:.0f} bytes/s; {row['probes']} probes."
-        )
-    if row["shape"] == SMOOTH:
-        return (
-            f"As now: latency rises smoothly from {row['latency_s_min'] * 1e3:.2f} ms to"
-            f" {row['latency_s_max'] * 1e3:.2f} ms, without a break, {up_to}."
-        )
-    if row["shape"] == FLAT:
-        return f"As now: latency has no clear rise {up_to}."
-    return f"As now: too few loads were seen to find a break, {up_to}."

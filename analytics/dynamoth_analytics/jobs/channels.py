@@ -6,13 +6,11 @@ share of the subscribers; in the other modes publications are those of all its s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from dynamoth.plan.plan import Mode
-from dynamoth_analytics.jobs.load import slot_of
+from dynamoth_analytics.jobs.load import slot_of, weighted_mean
 from dynamoth_balancer.admin.changes import mode_name
 
 SINGLE, ALL_SUBSCRIBERS, ALL_PUBLISHERS = map(mode_name, (Mode.SINGLE, Mode.ALL_SUBSCRIBERS, Mode.ALL_PUBLISHERS))
@@ -51,7 +49,7 @@ def _summed(rows: DataFrame) -> DataFrame:
     return rows.groupBy("channel", "server", "slot").agg(
         *(F.sum(name).alias(name) for name in sums),
         F.max("publishers").alias("publishers"),
-        (F.sum(F.col("subscribers") * F.col("seconds")) / F.sum("seconds")).alias("subscribers"),
+        weighted_mean("subscribers", "seconds").alias("subscribers"),
         F.max("channels").alias("channels"),
     )
 
@@ -120,7 +118,7 @@ def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
             F.sum("publications").alias("publications"),
             F.sum("bytes_out").alias("bytes_out"),
             F.max("publishers").alias("publishers"),
-            (F.sum(F.col("subscribers") * F.col("seconds")) / F.sum("seconds")).alias("subscribers"),
+            weighted_mean("subscribers", "seconds").alias("subscribers"),
             F.sum("messages_sent").alias("messages_sent"),
             F.coalesce(F.sum("changed"), F.lit(0.0)).alias("changed"),
             F.max("servers").alias("servers_max"),
@@ -146,51 +144,6 @@ def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
         (F.col("bytes_out") / F.nullif("total_bytes_out", F.lit(0))).alias("share"),
         (F.col("changed") * 60 / seconds).alias("churn_per_minute"),
         "servers_max",
-    )
-
-
-def wanted_mode(settings: Mapping[str, float], capacity: float) -> Column:
-    """Return the mode that Algorithm 1 asks for, as ``dynamoth_balancer.decide.replicate`` reads it.
-
-    For rows with ``publications``, ``seconds``, ``subscribers``, ``publishers`` and ``bytes_out``. It is the strict
-    judgement: that of a channel which is not replicated.
-    """
-    rate, subscribers = F.col("publications") / F.col("seconds"), F.col("subscribers")
-    ratio = F.col("bytes_out") / F.col("seconds") / F.lit(capacity)
-    large = ratio > settings["replicate_load_ratio_min"]
-    many_publications = large & (rate > settings["replicate_publications_per_s_min"])
-    many_subscribers = large & (subscribers > settings["replicate_subscribers_min"])
-    p_high = rate / F.greatest(subscribers, F.lit(1.0)) > settings["all_subscribers_ratio_min"]
-    s_high = subscribers / F.greatest(rate, F.lit(1e-9)) > settings["all_publishers_ratio_min"]
-    several = {ALL_SUBSCRIBERS: F.col("publishers") >= 2, ALL_PUBLISHERS: subscribers >= 2}
-    outgrown = ratio > settings["load_ratio_high"]
-    first, second = outgrown & (rate >= subscribers), outgrown
-    return (
-        F.when(many_publications & (p_high | many_subscribers) & several[ALL_SUBSCRIBERS], ALL_SUBSCRIBERS)
-        .when(many_subscribers & s_high & several[ALL_PUBLISHERS], ALL_PUBLISHERS)
-        .when(first & several[ALL_SUBSCRIBERS], ALL_SUBSCRIBERS)
-        .when(second & several[ALL_PUBLISHERS], ALL_PUBLISHERS)
-        .when(second & several[ALL_SUBSCRIBERS], ALL_SUBSCRIBERS)
-        .otherwise(SINGLE)
-    )
-
-
-def replication(loads: DataFrame, settings: Mapping[str, float], capacity: float) -> DataFrame:
-    """Return what Algorithm 1 asks for, slot by slot, against the mode that the plan had.
-
-    One row per channel, mode and wanted mode, where either is not single.
-    """
-    rate = F.col("publications") / F.col("seconds")
-    judged = loads.where("seconds > 0").withColumn("wanted", wanted_mode(settings, capacity))
-    return (
-        judged.where((F.col("wanted") != SINGLE) | (F.col("mode") != SINGLE))
-        .groupBy("channel", "mode", "wanted")
-        .agg(
-            F.sum("seconds").alias("seconds"),
-            F.max(rate).alias("publications_per_s_max"),
-            F.max("subscribers").alias("subscribers_max"),
-            F.max(F.col("bytes_out") / F.col("seconds") / F.lit(capacity)).alias("ratio_max"),
-        )
     )
 
 

@@ -22,6 +22,12 @@ def slot_of(slot_s: int) -> Column:
     return F.timestamp_seconds(F.floor(middle / slot_s) * slot_s)
 
 
+def weighted_mean(name: str, weight: str) -> Column:
+    """Return the mean of the values that are known."""
+    known = F.when(F.col(name).isNotNull(), F.col(weight))
+    return F.sum(F.col(name) * F.col(weight)) / F.nullif(F.sum(known), F.lit(0.0))
+
+
 def load(servers: DataFrame, slot_s: int, high: float) -> DataFrame:
     """Return one row per server and slot.
 
@@ -31,11 +37,10 @@ def load(servers: DataFrame, slot_s: int, high: float) -> DataFrame:
         high: a server above this mean load ratio is overloaded.
 
     """
-    weighted = F.sum(F.col("outgoing_bytes_per_s") * F.col("interval_s"))
     ratio = F.col("outgoing_bytes_per_s") / F.nullif("outgoing_bytes_per_s_max", F.lit(0))
     sums = servers.groupBy("server", slot_of(slot_s).alias("slot")).agg(
         F.sum("interval_s").alias("covered_s"),
-        (weighted / F.sum("interval_s")).alias("outgoing_bytes_per_s"),
+        weighted_mean("outgoing_bytes_per_s", "interval_s").alias("outgoing_bytes_per_s"),
         F.max("outgoing_bytes_per_s_max").cast("double").alias("outgoing_bytes_per_s_max"),
         F.max(ratio).alias("ratio_max"),
         F.avg("cpu_ratio").alias("cpu_ratio"),
@@ -62,28 +67,11 @@ def balance(loads: DataFrame) -> DataFrame:
     )
 
 
-def without_reports(loads: DataFrame, slot_s: int) -> DataFrame:
-    """Return the times without reports of any server, as rows of the table ``gaps``: more than ``HOLE_S_MAX``.
-
-    Nothing else can say so: a recorder that does not run writes nothing.
-    """
-    in_order = Window.orderBy("slot")
-    slots = loads.select("slot").distinct().withColumn("before", F.lag("slot").over(in_order))
-    seconds = F.col("slot").cast("double") - F.col("before").cast("double") - slot_s
-    rows = slots.select(
-        F.col("slot").alias("at"),
-        F.lit("no_reports").alias("kind"),
-        seconds.alias("seconds"),
-        F.lit("no server's report was recorded: did a recorder run?").alias("reason"),
-    )
-    return rows.where(F.col("seconds") > max(slot_s, HOLE_S_MAX))
-
-
 def by_server(loads: DataFrame) -> DataFrame:
     """Return one row per server: means over the time that reports cover."""
 
     def mean(name: str) -> Column:
-        return (F.sum(F.col(name) * F.col("covered_s")) / F.sum("covered_s")).alias(name)
+        return weighted_mean(name, "covered_s").alias(name)
 
     overload_s = F.sum(F.when(F.col("overloaded"), F.col("covered_s")).otherwise(0.0))
     return loads.groupBy("server").agg(

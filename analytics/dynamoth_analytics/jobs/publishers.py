@@ -1,9 +1,10 @@
 """Publishers: what reports say of single ones.
 
 A report names the busiest publishers of its busiest channels, and how many publications a channel had in all. So two
-things are known of a publisher: in how many channels it is among the busiest, and the publications of those channels
-that it had to itself. What it publishes besides others is not known, and that it is not named does not mean that it has
-gone.
+things are known of a publisher: in how many channels it is among the busiest, and the publications of the channels that
+it has to itself. What it publishes besides others is not known, and that it is not named does not mean that it has
+gone. Where a report does not name the publishers of all channels, a publisher is named in more of them when others
+leave: then the number of its channels says nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ def publisher_slots(channels: DataFrame, loads: DataFrame, slot_s: int) -> DataF
     """Return one row per publisher and slot in which reports name it.
 
     ``publisher`` is the client's id in hexadecimal digits. ``channels`` is the mean number of channels at once (of a
-    replicated one, each server counts), ``publications_per_s`` the rate in channels without other publishers. Both are
-    means over ``seconds``: the slot, or what the reports of it cover where that is more.
+    replicated one, each server counts) over ``seconds``: the slot, or what the reports of it cover where that is more.
+    It is null where reports did not name the publishers of all channels. ``publications_per_s`` is the highest rate of
+    a channel without other publishers.
 
     Args:
         channels: the table.
@@ -28,19 +30,23 @@ def publisher_slots(channels: DataFrame, loads: DataFrame, slot_s: int) -> DataF
         slot_s: length of a slot in seconds.
 
     """
+    digits = F.length(F.coalesce("publisher_ids", F.lit(b"")))
+    rows = channels.withColumn("slot", slot_of(slot_s))
+    unnamed = F.col("channel").isNull() | ((F.col("publishers") > 0) & (digits == 0))
+    cut = rows.groupBy("server", "slot").agg(F.max(unnamed).alias("cut"))
+    servers = loads.select("server", "slot", "covered_s").join(cut, ["server", "slot"], "full")
     ids = F.regexp_extract_all(F.lower(F.hex("publisher_ids")), F.lit(f".{{{2 * ID_BYTES}}}"), F.lit(0))
-    alone = F.when(F.col("publishers") == 1, F.col("publications"))
-    named = channels.where(F.length("publisher_ids") >= ID_BYTES).select(
-        "server", slot_of(slot_s).alias("slot"), "interval_s", alone.alias("alone"), F.explode(ids).alias("publisher")
+    alone = F.when(F.col("publishers") == 1, F.col("publications") / F.nullif("interval_s", F.lit(0.0)))
+    named = rows.where(digits >= ID_BYTES).select(
+        "server", "slot", "interval_s", alone.alias("alone"), F.explode(ids).alias("publisher")
     )
     seconds = F.greatest(F.max("covered_s"), F.max("interval_s"), F.lit(float(slot_s)))
-    covered = F.broadcast(loads.select("server", "slot", "covered_s"))
     return (
-        named.join(covered, ["server", "slot"], "left")
+        named.join(F.broadcast(servers), ["server", "slot"], "left")
         .groupBy("publisher", "slot")
         .agg(
             seconds.alias("seconds"),
-            (F.sum("interval_s") / seconds).alias("channels"),
-            (F.sum("alone") / seconds).alias("publications_per_s"),
+            F.when(~F.max("cut"), F.sum("interval_s") / seconds).alias("channels"),
+            F.max("alone").alias("publications_per_s"),
         )
     )

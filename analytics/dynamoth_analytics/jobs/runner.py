@@ -13,8 +13,7 @@ from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
 from dynamoth_analytics.jobs import channels, load
-from dynamoth_analytics.page.html import When
-from dynamoth_analytics.page.html import time as time_of_day
+from dynamoth_analytics.text import TimeFormat, time_of_day
 
 Row = Mapping[str, Any]
 
@@ -41,7 +40,7 @@ class Drawn:
     #: Length of a slot in seconds.
     slot_s: int = 1
     #: How times are written.
-    when: When = time_of_day
+    when: TimeFormat = time_of_day
     #: How far the clocks of recorders are apart; 0: they agree.
     clocks_differ_s: float = 0.0
     #: Files that were there at the begin and not at the end, as recorders merge and delete files.

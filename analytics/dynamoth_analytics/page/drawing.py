@@ -10,24 +10,8 @@ from typing import Any
 from dynamoth_analytics.jobs.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE
 from dynamoth_analytics.jobs.runner import Drawn, Row
 from dynamoth_analytics.page.findings import cause
-from dynamoth_analytics.page.html import (
-    Axes,
-    Series,
-    When,
-    bars,
-    chart,
-    clock,
-    code,
-    duration,
-    figure,
-    page,
-    paragraph,
-    percent,
-    ratio,
-    section,
-    shown,
-    table,
-)
+from dynamoth_analytics.page.html import Axes, Series, bars, chart, code, page, paragraph, section, table
+from dynamoth_analytics.text import TimeFormat, display_name, duration, figure, percent, ratio
 
 BARS_MAX = 12
 RESPONSE_SERVERS_MAX = 4
@@ -45,7 +29,7 @@ def draw(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime,
     """Return the page."""
     span = f"{begin:%Y-%m-%d %H:%M:%S} to {end:%Y-%m-%d %H:%M:%S} UTC, {duration((end - begin).total_seconds())}"
     subtitle = f"{span}; {_counted(drawn)}"
-    when = clock(begin, end)
+    when = drawn.when
     parts = (
         *(_load(drawn, when), _channels(drawn, _judged(drawn)), _plans(drawn, when), _calibration(drawn, toml)),
         *(_departures(drawn, when), _gaps(drawn, when)),
@@ -56,7 +40,7 @@ def draw(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime,
 def draw_recent(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime) -> str:
     """Return the page of a report that follows a recording. Browsers load it again and again."""
     subtitle = f"{begin:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S} UTC; {_counted(drawn)}"
-    when = clock(begin, end)
+    when = drawn.when
     parts = _load(drawn, when), _channels(drawn), _departures(drawn, when)
     return page("A Dynamoth cluster, now", subtitle, sentences, parts, refresh_s=REFRESH_S)
 
@@ -77,24 +61,24 @@ def _series(rows: Iterable[Row], key: str, x: str, y: str) -> list[Series]:
             across: Any = row[x]
             at = across.timestamp() if isinstance(across, datetime) else across
             found.setdefault(row[key], []).append((at, row[y]))
-    return [Series(shown(name), sorted(points)) for name, points in sorted(found.items())]
+    return [Series(display_name(name), sorted(points)) for name, points in sorted(found.items())]
 
 
-def _load(drawn: Drawn, when: When) -> str:
+def _load(drawn: Drawn, when: TimeFormat) -> str:
     high = drawn.settings["load_ratio_high"]
     series = _series(drawn["load"], "server", "slot", "ratio")
     times = sorted({x for each in series for x, _ in each.points})
     step = min((b - a for a, b in pairwise(times)), default=1.0)
     caption = f"Load ratio of each server; dashed: {high:g}, from which servers are relieved."
 
-    def clock(seconds: float) -> str:
+    def moment(seconds: float) -> str:
         return when(datetime.fromtimestamp(seconds, UTC))
 
-    over_time = Axes(caption, clock, y_marks=((high, "load_ratio_high"),), joined_within=step * 1.5, y_text=ratio)
+    over_time = Axes(caption, moment, y_marks=((high, "load_ratio_high"),), joined_within=step * 1.5, y_text=ratio)
     spread = _series(({**row, "name": "largest over mean"} for row in drawn["balance"]), "name", "slot", "imbalance")
     servers = (
         (
-            shown(row["server"]),
+            display_name(row["server"]),
             ratio(row["ratio"]),
             ratio(row["ratio_max"]),
             duration(row["overload_minutes"] * 60),
@@ -108,11 +92,11 @@ def _load(drawn: Drawn, when: When) -> str:
     headings = ("server", "mean load", "largest", "overloaded", "sent", "unused", "CPU", "reported")
     runs = (
         (
-            shown(row["server"]),
+            display_name(row["server"]),
             when(row["begin"]),
             duration(row["minutes"] * 60),
             ratio(row["ratio_max"]),
-            shown(row["channel"]),
+            display_name(row["channel"]),
             percent(row["channel_share"]),
             cause(row),
         )
@@ -121,7 +105,7 @@ def _load(drawn: Drawn, when: When) -> str:
     return section(
         "Load",
         chart(series, over_time),
-        chart(spread, Axes("Imbalance of load ratios: 1 is an even load.", clock, joined_within=step * 1.5)),
+        chart(spread, Axes("Imbalance of load ratios: 1 is an even load.", moment, joined_within=step * 1.5)),
         table(headings, servers, "No server reported.", title="Servers: load ratios, means of the time reported"),
         table(
             ("server", "from", "for", "load up to", "busiest channel", "share", "why"),
@@ -135,10 +119,10 @@ def _load(drawn: Drawn, when: When) -> str:
 
 def _channels(drawn: Drawn, *more: str) -> str:
     rows = drawn["channels"]
-    top = [(shown(row["channel"]), row["bytes_out"] or 0.0, percent(row["share"])) for row in rows[:BARS_MAX]]
+    top = [(display_name(row["channel"]), row["bytes_out"] or 0.0, percent(row["share"])) for row in rows[:BARS_MAX]]
     lines = (
         (
-            shown(row["channel"]),
+            display_name(row["channel"]),
             figure(row["bytes_out_per_s"], "B/s"),
             figure(row["publications_per_s"]),
             figure(row["publishers"]),
@@ -168,7 +152,7 @@ def _channels(drawn: Drawn, *more: str) -> str:
 def _judged(drawn: Drawn) -> str:
     judged = (
         (
-            shown(row["channel"]),
+            display_name(row["channel"]),
             row["mode"],
             row["wanted"],
             duration(row["seconds"]),
@@ -195,27 +179,27 @@ def _popularity(rows: Sequence[Row]) -> str:
 
 
 def _route(row: Row, end: str) -> str:
-    servers = ", ".join(map(shown, row.get(f"{end}_servers") or ()))
+    servers = ", ".join(map(display_name, row.get(f"{end}_servers") or ()))
     mode = row.get(f"{end}_mode")
     return f"{servers} ({mode})" if mode not in (None, "single") else servers
 
 
-def _plans(drawn: Drawn, when: When) -> str:
+def _plans(drawn: Drawn, when: TimeFormat) -> str:
     parts = (_effects, _changes, _ping_pong, _without_gain, _latency_around)
     return section("Plans", *(part(drawn, when) for part in parts))
 
 
-def _effects(drawn: Drawn, when: When) -> str:
+def _effects(drawn: Drawn, when: TimeFormat) -> str:
     rows = (
         (
-            shown(row["server"]),
+            display_name(row["server"]),
             when(row["at"]),
-            shown(row["goal"]),
+            display_name(row["goal"]),
             figure(row["channels"]),
             ratio(row["ratio_before"]),
             ratio(row["ratio_predicted"]),
             ratio(row["ratio_measured"]),
-            shown(row["reason"]),
+            display_name(row["reason"]),
         )
         for row in drawn["effects"]
     )
@@ -228,10 +212,10 @@ def _effects(drawn: Drawn, when: When) -> str:
     )
 
 
-def _changes(drawn: Drawn, when: When) -> str:
+def _changes(drawn: Drawn, when: TimeFormat) -> str:
     rows = (
         (
-            shown(row["channel"]),
+            display_name(row["channel"]),
             when(row["at"]),
             _route(row, "from"),
             _route(row, "to"),
@@ -248,9 +232,15 @@ def _changes(drawn: Drawn, when: When) -> str:
     )
 
 
-def _ping_pong(drawn: Drawn, when: When) -> str:
+def _ping_pong(drawn: Drawn, when: TimeFormat) -> str:
     rows = (
-        (shown(row["channel"]), when(row["at"]), _route(row, "to"), duration(row["away_s"]), shown(row["reason"]))
+        (
+            display_name(row["channel"]),
+            when(row["at"]),
+            _route(row, "to"),
+            duration(row["away_s"]),
+            display_name(row["reason"]),
+        )
         for row in drawn["ping_pong"]
     )
     return table(
@@ -262,30 +252,30 @@ def _ping_pong(drawn: Drawn, when: When) -> str:
     )
 
 
-def _without_gain(drawn: Drawn, when: When) -> str:
+def _without_gain(drawn: Drawn, when: TimeFormat) -> str:
     rows = (
         (
             figure(row["decision"]),
             when(row["at"]),
             ratio(row["ratio_before"]),
             ratio(row["ratio_measured"]),
-            shown(row["reason"]),
+            display_name(row["reason"]),
         )
         for row in drawn["without_gain"]
     )
     return table(
         ("decision", "at", "before", "after", "reason"),
         rows,
-        "No decision was seen to gain nothing.",
+        "Every measured decision lowered the load.",
         text_columns=(4,),
         title="Decisions that gained nothing: load ratio of their most loaded server",
     )
 
 
-def _latency_around(drawn: Drawn, when: When) -> str:
+def _latency_around(drawn: Drawn, when: TimeFormat) -> str:
     rows = (
         (
-            shown(row["server"]),
+            display_name(row["server"]),
             when(row["begin"]),
             figure(row["channels"]),
             *(_milliseconds(row[name]) for name in ("before_s", "during_s", "after_s")),
@@ -305,14 +295,14 @@ def _calibration(drawn: Drawn, toml: str) -> str:
     busiest = sorted(drawn["break_points"], key=lambda row: -row["ratio_max"])[:RESPONSE_SERVERS_MAX]
     breaks = {row["server"]: row["break_ratio"] for row in busiest}
     points = ({**row, "ms": row["latency_s"] * 1e3} for row in drawn["response"] if row["server"] in breaks)
-    marks = [(at, f"break point of {shown(server)}") for server, at in breaks.items() if at]
+    marks = [(at, f"break point of {display_name(server)}") for server, at in breaks.items() if at]
     caption = f"Latency in ms (median of probes) against load ratio{'; dashed: where it breaks' if marks else ''}."
     if len(busiest) < len(drawn["break_points"]):
         caption += f" The {len(busiest)} servers with the highest loads."
     axes = Axes(caption, ratio, x_marks=marks, joined_within=0)
     found = (
         (
-            shown(row["server"]),
+            display_name(row["server"]),
             SHAPES[row["shape"]],
             ratio(row["break_ratio"]),
             _milliseconds(row["latency_s_min"]),
@@ -322,7 +312,7 @@ def _calibration(drawn: Drawn, toml: str) -> str:
         )
         for row in drawn["break_points"]
     )
-    headings = ("server", "latency", "breaks at", "ms before", "ms at most load", "most load", "probes")
+    headings = ("server", "latency", "breaks at", "ms before", "ms at highest load", "highest load", "probes")
     return section(
         "Calibration",
         chart(_series(points, "server", "ratio", "ms"), axes),
@@ -332,10 +322,10 @@ def _calibration(drawn: Drawn, toml: str) -> str:
     )
 
 
-def _departures(drawn: Drawn, when: When) -> str:
+def _departures(drawn: Drawn, when: TimeFormat) -> str:
     found = (
         (
-            shown(row["subject"]),
+            display_name(row["subject"]),
             when(row["at"]),
             row["metric"],
             figure(row["value"]),
@@ -355,9 +345,15 @@ def _departures(drawn: Drawn, when: When) -> str:
     )
 
 
-def _gaps(drawn: Drawn, when: When) -> str:
+def _gaps(drawn: Drawn, when: TimeFormat) -> str:
     gaps = (
-        (shown(row["server"]), when(row["at"]), shown(row["kind"]), figure(row["seconds"], "s"), shown(row["reason"]))
+        (
+            display_name(row["server"]),
+            when(row["at"]),
+            display_name(row["kind"]),
+            figure(row["seconds"], "s"),
+            display_name(row["reason"]),
+        )
         for row in drawn["gaps"]
     )
     return section(

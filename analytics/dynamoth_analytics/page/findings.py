@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dynamoth_analytics.jobs.calibration import SMOOTH
 from dynamoth_analytics.jobs.runner import Drawn, Row
-from dynamoth_analytics.page.html import When, counted, duration, figure, percent, ratio, shown
+from dynamoth_analytics.text import TimeFormat, counted, display_name, duration, figure, percent, ratio
 
 ANOMALY_SENTENCES_MAX = 2
 OVERLOADS_NAMED_MAX = 2
@@ -42,12 +42,12 @@ def _overload(drawn: Drawn) -> list[str]:
     if overloads := sorted(drawn["overloads"], key=lambda row: row["minutes"], reverse=True):
         worst, *others = overloads
         sentences = [
-            f"{shown(worst['server'])} was overloaded for {_span(worst, drawn.when)}"
+            f"{display_name(worst['server'])} was overloaded for {_span(worst, drawn.when)}"
             f" (load ratio up to {ratio(worst['ratio_max'])}); {cause(worst)}."
         ]
         if others:
             named = "; ".join(
-                f"{shown(row['server'])} for {_span(row, drawn.when)}, {cause(row)}"
+                f"{display_name(row['server'])} for {_span(row, drawn.when)}, {cause(row)}"
                 for row in others[:OVERLOADS_NAMED_MAX]
             )
             rest = drawn.counts["overloads"] - 1 - len(others[:OVERLOADS_NAMED_MAX])
@@ -57,13 +57,13 @@ def _overload(drawn: Drawn) -> list[str]:
     if not servers:
         return ["No server reported its load."]
     top = max(servers, key=lambda row: row["ratio_max"])
-    highest = f"the highest load ratio was {ratio(top['ratio_max'])}, at {shown(top['server'])}"
+    highest = f"the highest load ratio was {ratio(top['ratio_max'])}, at {display_name(top['server'])}"
     if top["ratio_max"] > drawn.settings["load_ratio_high"]:
         return [f"No server was overloaded for {duration(drawn.slot_s)} or longer: {highest}, for a shorter time."]
     return [f"No server was overloaded: {highest}."]
 
 
-def _span(row: Row, when: When) -> str:
+def _span(row: Row, when: TimeFormat) -> str:
     return f"{duration(row['minutes'] * 60)} from {when(row['begin'])}"
 
 
@@ -74,9 +74,9 @@ def cause(row: Row) -> str:
     share = row["cause_share"]
     if share is not None and share >= CAUSE_SHARE_MIN:
         rise = f"from {figure(row['cause_bytes_per_s_before'], 'B/s')} to {figure(row['cause_bytes_per_s'], 'B/s')}"
-        return f"the cause was channel {shown(row['cause'])}, which rose {rise}"
+        return f"the cause was channel {display_name(row['cause'])}, which rose {rise}"
     many = "" if share is None else "many channels rose, and "
-    return f"{many}the busiest was {shown(row['channel'])} with {percent(row['channel_share'])} of all bytes"
+    return f"{many}the busiest was {display_name(row['channel'])} with {percent(row['channel_share'])} of all bytes"
 
 
 def _busiest(drawn: Drawn) -> list[str]:
@@ -84,7 +84,7 @@ def _busiest(drawn: Drawn) -> list[str]:
         return ["No channel sent anything."]
     top = channels[0]
     return [
-        f"{shown(top['channel'])} was the busiest channel: {percent(top['share'])} of all bytes,"
+        f"{display_name(top['channel'])} was the busiest channel: {percent(top['share'])} of all bytes,"
         f" {figure(top['bytes_out_per_s'], 'B/s')}, {figure(top['publications_per_s'])} publications/s for"
         f" {counted(round(top['subscribers'] or 0), 'subscriber')}."
     ]
@@ -93,12 +93,14 @@ def _busiest(drawn: Drawn) -> list[str]:
 def _moves(drawn: Drawn) -> list[str]:
     found: list[str] = []
     if back := drawn["ping_pong"]:
-        names = ", ".join(dict.fromkeys(shown(row["channel"]) for row in back[:3]))
+        names = ", ".join(dict.fromkeys(display_name(row["channel"]) for row in back[:3]))
         found.append(f"Moves that were undone within an hour: {drawn.counts['ping_pong']} ({names}).")
     if idle := drawn.counts.get("without_gain"):
         found.append(f"Decisions that gained nothing: {idle}. Their most loaded server was as loaded afterwards.")
     errors = [row["error"] for row in drawn["effects_error"] if row["error"] is not None]
-    found += [f"Load ratios after decisions were {ratio(error)} off the predicted (median)." for error in errors]
+    found += [
+        f"Load ratios after decisions differed from the predicted ones by {ratio(error)} (median)." for error in errors
+    ]
     return found
 
 
@@ -110,15 +112,15 @@ def _break(drawn: Drawn) -> list[str]:
     high = drawn.settings["load_ratio_high"]
     judgement = "above" if first["break_ratio"] > high else "below"
     return [
-        f"The latency at {shown(first['server'])} breaks at load ratio {ratio(first['break_ratio'])}, {judgement} the"
-        f" {high:g} from which servers are relieved."
+        f"The latency at {display_name(first['server'])} breaks at load ratio {ratio(first['break_ratio'])},"
+        f" {judgement} the {high:g} from which servers are relieved."
     ]
 
 
 def _smooth(row: Row) -> str:
     low, high = (f"{row[name] * 1e3:.2f} ms" for name in ("latency_s_min", "latency_s_max"))
     return (
-        f"The latency at {shown(row['server'])} rises smoothly with its load, from {low} to {high} at load ratio"
+        f"The latency at {display_name(row['server'])} rises smoothly with its load, from {low} to {high} at load ratio"
         f" {ratio(row['ratio_max'])}: it has no break point."
     )
 
@@ -128,8 +130,8 @@ def _replication(drawn: Drawn) -> list[str]:
         return []
     top = wanted[0]
     return [
-        f"By Algorithm 1, {shown(top['channel'])} should have been {top['wanted']} for {duration(top['seconds'])}. It"
-        f" was {top['mode']}."
+        f"By Algorithm 1, {display_name(top['channel'])} should have been {top['wanted']} for"
+        f" {duration(top['seconds'])}. It was {top['mode']}."
     ]
 
 
@@ -138,10 +140,10 @@ def _anomalies(drawn: Drawn) -> list[str]:
     return [_departure(row, drawn.when) for row in departed[:ANOMALY_SENTENCES_MAX]]
 
 
-def _departure(row: Row, when: When) -> str:
+def _departure(row: Row, when: TimeFormat) -> str:
     verb, unit = MEASURED[row["metric"]]
     return (
-        f"At {when(row['at'])} {row['kind']} {shown(row['subject'])} {verb} {figure(row['value'], unit)};"
+        f"At {when(row['at'])} {row['kind']} {display_name(row['subject'])} {verb} {figure(row['value'], unit)};"
         f" before: {figure(row['expected'], unit)}."
     )
 
@@ -151,7 +153,7 @@ def _incomplete(drawn: Drawn) -> list[str]:
     for metric, (say, formatted) in INCOMPLETE.items():
         rows = [row for row in drawn["incomplete"] if row["metric"] == metric]
         if rows:
-            parts = ", ".join(f"{shown(row['server'])} {formatted(row['value'])}" for row in rows)
+            parts = ", ".join(f"{display_name(row['server'])} {formatted(row['value'])}" for row in rows)
             found.append(f"{say}: {parts}.")
     if drawn.clocks_differ_s:
         found.append(

@@ -8,25 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from html import escape
 
-from dynamoth.errors import printable
-
-When = Callable[[datetime | None], str]
-"""How a time is written."""
-
-NAME_CHARACTERS_MAX = 80
-"""Longer names are cut where people read them; the tables in Parquet have them whole."""
+from dynamoth_analytics.text import figure
 
 WIDTH, HEIGHT = 720.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 60.0, 10.0, 18.0, 26.0
 """Of a chart, and its margins, in units of its own: it is scaled to the width of the page."""
 
 COLORS = 8
-
-PREFIXES = ((1e12, "T", 1e12), (1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3))
-"""Of figures: from which value on, the prefix, and what it stands for."""
 
 STYLE = """
 :root{color-scheme:light dark;--fg:#1c2128;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--box:#f6f8fa;--bad:#c0262d;
@@ -53,64 +43,6 @@ figure{margin:.5rem 0}svg{width:100%;height:auto;display:block}svg text{fill:var
 .bar{fill:var(--c0)}
 .key{margin-right:12px;white-space:nowrap}@media(max-width:480px){svg text{font-size:20px}}
 """
-
-
-def shown(name: str | None) -> str:
-    """Return a name as people may read it: without control characters, and not too long."""
-    if name is None:
-        return "(none)"
-    text = printable(name).replace("\n", "\\n")
-    return text if len(text) <= NAME_CHARACTERS_MAX else f"{text[: NAME_CHARACTERS_MAX - 1]}…"
-
-
-def figure(value: float | None, unit: str = "") -> str:
-    """Return a number with three digits that matter, all of whole ones below 10,000; a dash when it is unknown."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    is_small = value == int(value) and abs(value) < PREFIXES[-1][0]
-    rounded = value if is_small else float(f"{value:.3g}")
-    for limit, prefix, scale in PREFIXES:
-        if abs(rounded) >= limit:
-            return f"{float(f'{rounded / scale:.3g}'):.15g} {prefix}{unit}".rstrip()
-    text = f"{value:.0f}" if value == int(value) or abs(rounded) >= 100 else f"{value:.3g}"
-    return f"{text} {unit}".rstrip()
-
-
-def ratio(value: float | None) -> str:
-    """Return a load ratio, or another figure around 1."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 window", "2 windows"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def percent(value: float | None) -> str:
-    """Return a share."""
-    return "-" if value is None else f"{value:.0%}"
-
-
-def clock(begin: datetime, end: datetime) -> When:
-    """Return how times from ``begin`` to ``end`` are written: with the day, if there are several."""
-    return time if begin.date() == end.date() else day_and_time
-
-
-def time(at: datetime | None) -> str:
-    """Return a time of the day, in UTC."""
-    return "-" if at is None else f"{at:%H:%M:%S}"
-
-
-def day_and_time(at: datetime | None) -> str:
-    """Return a time with its month and day, in UTC: where there are several days."""
-    return "-" if at is None else f"{at:%m-%d %H:%M:%S}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time span in words."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def page(title: str, subtitle: str, summary: Sequence[str], sections: Iterable[str], *, refresh_s: int = 0) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 
+from dynamoth_analytics import text
 from dynamoth_analytics.page import html
 
 ROWS_DRAWN_MAX = 50
@@ -151,8 +152,8 @@ def sentences(settings: Sequence[Compared], window_s: float, overload_ratio: flo
     best, sure = winners(others), sum(each.is_sure for each in others)
     found = [_main(now, others, best)]
     found.append(
-        f"The settings in force: {_figures(now)}, in {html.counted(now.windows, 'window')} of"
-        f" {html.duration(window_s)}; a server above load ratio {overload_ratio:g} counts as overloaded."
+        f"The settings in force: {_figures(now)}, in {text.counted(now.windows, 'window')} of"
+        f" {text.duration(window_s)}; a server above load ratio {overload_ratio:g} counts as overloaded."
     )
     if len(best) > 1:
         found.append(
@@ -162,12 +163,12 @@ def sentences(settings: Sequence[Compared], window_s: float, overload_ratio: flo
     if now.failed:
         found.append(
             f"The settings in force could not be replayed in {now.failed} of"
-            f" {html.counted(now.failed + now.windows, 'window')}: {now.problem}. Nothing is compared there."
+            f" {text.counted(now.failed + now.windows, 'window')}: {now.problem}. Nothing is compared there."
         )
     if left_out := _left_out(settings):
         first = left_out[0]
         found.append(
-            f"{len(left_out)} of {html.counted(len(settings) - 1, 'other combination')} could not be replayed in all"
+            f"{len(left_out)} of {text.counted(len(settings) - 1, 'other combination')} could not be replayed in all"
             f" windows and cannot be compared. The first: {first.text}: {first.problem}."
         )
     return found
@@ -181,10 +182,10 @@ def _main(now: Compared, others: Sequence[Compared], best: Sequence[Compared]) -
         subject = "The other combination is not" if len(others) == 1 else f"None of {len(others)} other combinations is"
         return f"{subject} better than the settings in force in most windows."
     first = best[0]
-    evidence = f"better in {first.better} of {html.counted(first.windows, 'window')}, worse in {first.worse}"
+    evidence = f"better in {first.better} of {text.counted(first.windows, 'window')}, worse in {first.worse}"
     if first.costs[0] > now.costs[0]:
         evidence += ", with more overload in all"
-    p = f"p at most {_p(first)}, corrected for {html.counted(first.tried, 'combination')} tried"
+    p = f"p at most {_p(first)}, corrected for {text.counted(first.tried, 'combination')} tried"
     if first.is_sure:
         return f"Better: {first.text}: {_figures(first)}; {evidence} ({p})."
     return (
@@ -194,7 +195,7 @@ def _main(now: Compared, others: Sequence[Compared], best: Sequence[Compared]) -
 
 
 def _figures(one: Compared) -> str:
-    return f"{one.overload_minutes:.1f} server-minutes of overload with {html.counted(one.moves, 'move')}"
+    return f"{one.overload_minutes:.1f} server-minutes of overload with {text.counted(one.moves, 'move')}"
 
 
 def _p(one: Compared) -> str:
@@ -267,7 +268,7 @@ def _scatter(settings: Sequence[Compared], edge: Sequence[Compared], name: str, 
         html.Series("others", others),
     ]
     caption = f"{name} (up) by server-minutes of overload (to the right)"
-    return html.chart(series, html.Axes(caption, html.figure, joined_within=0))
+    return html.chart(series, html.Axes(caption, text.figure, joined_within=0))
 
 
 def _table(rows: Sequence[Compared], empty: str) -> str:
@@ -286,11 +287,11 @@ def _table(rows: Sequence[Compared], empty: str) -> str:
         (
             each.text,
             f"{each.overload_minutes:.1f}",
-            html.figure(each.server_s),
+            text.figure(each.server_s),
             str(each.moves),
             str(each.replications),
-            html.ratio(each.ratio_max),
-            html.ratio(each.imbalance),
+            text.ratio(each.ratio_max),
+            text.ratio(each.imbalance),
             f"{each.better}:{each.worse} of {each.windows}" if each.setting else "-",
             _p(each) if each.setting else "-",
         )
@@ -300,5 +301,5 @@ def _table(rows: Sequence[Compared], empty: str) -> str:
 
 
 def _difference_row(each: DifferenceInWords) -> tuple[str, ...]:
-    at = html.time(datetime.fromtimestamp(each.at, UTC))
+    at = text.time_of_day(datetime.fromtimestamp(each.at, UTC))
     return at, each.recorded or "nothing", each.replayed or "nothing", each.cause

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dynamoth.errors import ConfigError, DynamothError
-from dynamoth.recording import TABLES
+from dynamoth.recording import MERGING_LOCK, TABLES
 from dynamoth_recorder.process.backlog import Portion
 from dynamoth_recorder.process.tables import SCHEMAS, arrow, parquet
 
@@ -173,7 +173,7 @@ class Store:
 
     def _merge_alone(self, now: datetime) -> None:
         """Merge files, unless another recorder does."""
-        with _opened_for_lock(self.folder / ".merging.lock") as lock:
+        with _opened_for_lock(self.folder / MERGING_LOCK) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:  # another recorder does it
