@@ -49,9 +49,11 @@ def translated(error: Exception) -> DynamothError:
         return BadRecording("a file went away while it was read, as recorders merge files: run the command again")
     if "CANNOT_MERGE_SCHEMAS" in text or "SchemaColumnConvertNotSupported" in text:
         where = f" ({file[0]})" if file else ""
-        return BadRecording(f"a column has not the same type in all files{where}: move the foreign files elsewhere")
+        return BadRecording(
+            f"a column does not have the same type in all files{where}: move the foreign files elsewhere"
+        )
     if file and ("FAILED_READ_FILE" in text or "not a Parquet file" in text):
-        return BadRecording(f"{file[0]} cannot be read: it is damaged or no Parquet file: move it elsewhere")
+        return BadRecording(f"{file[0]} cannot be read: it is damaged or not a Parquet file: move it elsewhere")
     if "PATH_NOT_FOUND" in text:
         return BadRecording("Spark does not find the recording: give a folder that each of its machines can read")
     if "TASK_WRITE_FAILED" in text or "No space left on device" in text:

@@ -48,11 +48,11 @@ def is_url(folder: str) -> bool:
 
 
 def check_recording(folder: str, begin: datetime | None, end: datetime | None) -> None:
-    """Look whether there is anything to read, and nothing broken, before Spark starts.
+    """Check that there is something to read and nothing is broken, before Spark starts.
 
     Raises:
         ConfigError: no such folder, or times in the wrong order.
-        BadRecording: a folder without tables, or with files that are none of a recording.
+        BadRecording: a folder without tables, or with files that do not belong to a recording.
 
     """
     if begin is not None and end is not None and begin >= end:
@@ -111,7 +111,7 @@ def files_of(folder: str, name: str, begin: datetime | None, end: datetime | Non
     """Return the files of a table, by the folders of the hours from ``begin`` to ``end`` that have some.
 
     Raises:
-        BadRecording: a file is broken, or a folder is no hour.
+        BadRecording: a file is broken, or a folder is not an hour.
 
     """
     hours = _files_between(Path(folder, name), begin, end)
@@ -162,7 +162,7 @@ def _begin_of(hour: Path) -> datetime:
     try:
         return datetime.strptime(f"{hour.parent.name}/{hour.name}", "date=%Y-%m-%d/hour=%H").replace(tzinfo=UTC)
     except ValueError as error:
-        raise BadRecording(f"{hour} is no hour of a recording: move it elsewhere") from error
+        raise BadRecording(f"{hour} is not an hour folder of a recording: move it elsewhere") from error
 
 
 def _fault(file: Path, table: str) -> str | None:
@@ -177,7 +177,7 @@ def _fault(file: Path, table: str) -> str | None:
     except (arrow.ArrowInvalid, OSError) as error:
         if isinstance(error, PermissionError):
             raise BadRecording(f"{file} cannot be read: {error.strerror}: correct its rights") from error
-        return "truncated, or no Parquet file"
+        return "truncated, or not a Parquet file"
     types = dict(zip(schema.names, schema.types, strict=True))
     if len({name.lower() for name in types}) < len(schema.names):
         return "the names of two columns differ in case only"

@@ -43,8 +43,8 @@ SLOTS = ((15 * 60, 1), (3 * 3600, 5), (24 * 3600, 30), (math.inf, 60))
 
 MAIN_FINDINGS = 3
 
-USUAL = 0.95
-"""In this part of the slots, a load rises above its mean by no more than the usual rise."""
+USUAL_PERCENTILE = 0.95
+"""The percentile of a slot's rise, its largest load ratio minus the mean, that counts as the usual rise."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +180,7 @@ class Report:
         server_loads = load_jobs(
             jobs, servers, slots, slot_s=slot_s, drawn_slot_s=step, high=settings["load_ratio_high"]
         )
-        rise = F.percentile_approx(F.col("ratio_max") - F.col("ratio"), USUAL)
+        rise = F.percentile_approx(F.col("ratio_max") - F.col("ratio"), USUAL_PERCENTILE)
         jobs.draw("rise", server_loads.agg(rise.alias("rise")))
         loads = channel_jobs(jobs, slots, channels.replicated_spans(recording.until_end("plans")), slot_s)
         modes = jobs.run(

@@ -29,7 +29,7 @@ CONNECT_TIMEOUT_S = 5.0
 JAVA_TIMEOUT_S = 60.0
 
 RESULT_BYTES_MAX = "64m"
-"""What all jobs of the driver may collect at once: enough for a page, far too little for a table."""
+"""Most that one action may return to the driver: enough for a page, far too little for a table."""
 
 DRIVER_MEMORY = "3g"
 """Of a local session, which has no other processes."""
@@ -118,7 +118,7 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
 
 
 def check_session(arguments: argparse.Namespace) -> None:
-    """Look whether a session can be opened, as Spark itself would try for minutes, or print much.
+    """Check that a session can be opened. Spark itself would retry for minutes and print pages.
 
     Raises:
         ConfigError: no Java, or a URL that Spark does not know.
@@ -135,7 +135,7 @@ def check_session(arguments: argparse.Namespace) -> None:
         master: str = LOCAL if arguments.master is None else arguments.master
         if not MASTER.match(master):
             raise ConfigError(
-                f"--master {master!r} is no master of Spark: local[*], spark://host:7077, yarn or k8s://... expected"
+                f"--master {master!r} is not a Spark master URL, such as local[*], spark://host:7077, yarn or k8s://..."
             )
         if master.startswith("spark://"):
             _check_address(master, 7077)
@@ -154,7 +154,7 @@ def check_java() -> None:
         raise ConfigError(f"{java} does not run ({error}): {cure}") from error
     found = re.search(r'version "(?:1\.)?(\d+)', shown.stderr)
     if found is None or int(found[1]) < JAVA_MIN:
-        version = f"is version {found[1]}" if found else "does not tell its version"
+        version = f"is version {found[1]}" if found else "does not print its version"
         raise ConfigError(f"{java} {version}, and Spark needs {JAVA_MIN}: {cure}")
 
 
@@ -171,7 +171,7 @@ def _check_answers(url: str) -> None:
         try:
             grpc.channel_ready_future(channel).result(CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError as error:
-            raise SparkFailed(f"what listens at {url} is no Spark Connect server: is the address right?") from error
+            raise SparkFailed(f"what listens at {url} is not a Spark Connect server: is the address right?") from error
 
 
 def _check_address(url: str, default_port: int) -> None:
@@ -183,7 +183,7 @@ def _check_address(url: str, default_port: int) -> None:
             place = parts.hostname or "", parts.port or default_port
             socket.create_connection(place, CONNECT_TIMEOUT_S).close()
         except ValueError as error:
-            raise ConfigError(f"{url} is no URL of Spark: {error}") from error
+            raise ConfigError(f"{url} is not a URL of Spark: {error}") from error
         except OSError as error:
             errors.append(f"{address}: {error.strerror or error}")
         else:

@@ -211,7 +211,7 @@ def test_a_broken_file_is_named(small: Path, content: bytes, capsys: pytest.Capt
     broken.write_bytes(content)
     code, line = refused(capsys, small, "--out", small.parent / "out")
     assert code == 1
-    assert f"cannot read {broken} (truncated, or no Parquet file): move" in line
+    assert f"cannot read {broken} (truncated, or not a Parquet file): move" in line
 
 
 def test_files_with_a_column_of_another_type_are_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,8 +264,8 @@ def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -
         (str(small), *out, "--from", "noon"): (2, "'noon' is not a time"),
         (str(small), *out, "--to", "9999-12-31T23:59-05:00"): (2, "is not a time"),
         (str(small), *out, "--from", "0001-01-01"): (2, "a year from 1971 to 9998"),
-        (str(small), *out, "--master", "foo"): (2, "'foo' is no master of Spark"),
-        (str(small), *out, "--master", ""): (2, "'' is no master of Spark"),
+        (str(small), *out, "--master", "foo"): (2, "'foo' is not a Spark master URL"),
+        (str(small), *out, "--master", ""): (2, "'' is not a Spark master URL"),
         (str(small), *out, "--from", "2026-11-24", "--to", "2026-11-23"): (2, "is not before"),
         (str(small), *out, "--remote", "http://x"): (2, "a URL sc://host:port expected"),
     }
@@ -276,7 +276,7 @@ def test_wrong_use_is_refused(small: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_folder_that_is_no_hour_is_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (odd := small / "servers" / "date=2026-11-23" / "hour=99").mkdir()
-    assert refused(capsys, small) == (1, f"dynamoth: {odd} is no hour of a recording: move it elsewhere")
+    assert refused(capsys, small) == (1, f"dynamoth: {odd} is not an hour folder of a recording: move it elsewhere")
 
 
 def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +286,7 @@ def test_a_folder_with_the_name_of_a_file_is_named(small: Path, capsys: pytest.C
     (other := small / "plans" / "date=2026-11-23" / "hour=10" / "y.parquet").parent.mkdir(parents=True)
     other.write_bytes(b"broken")
     _, both = refused(capsys, small)
-    assert f"{odd} (no regular file), {other} (truncated, or no Parquet file): move" in both, "of all tables at once"
+    assert f"{odd} (no regular file), {other} (truncated, or not a Parquet file): move" in both, "of all tables at once"
     other.unlink()
     odd.rmdir()
     os.mkfifo(odd)

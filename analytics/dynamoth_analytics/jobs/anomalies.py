@@ -28,19 +28,23 @@ CHANGE_RATIO_MIN = 1 / 3
 """A change by less is no anomaly, however constant a load was: the least spread follows from it."""
 
 LEAST_SPREADS = {"outgoing_bytes_per_s": 1000.0, "cpu_ratio": 0.05}
-"""Of measurements: smaller changes are nothing, whatever a load was before."""
+"""Smaller changes of measurements are ignored."""
 
 SMALLEST = 1e-9
 
 LAG_S_MIN = 1.0
-"""An agent that sees the end of an interval so late does not keep up."""
+"""An agent with a larger observation lag does not keep up."""
 
 SILENCE_INTERVALS = 3.0
 """A server without a report for so many intervals was silent."""
 
 
 def anomalies(servers: DataFrame, channel_loads: DataFrame, publisher_slots: DataFrame | None = None) -> DataFrame:
-    """Return one row per anomaly: kind, subject (server, channel or publisher), metric, at, value, expected, score."""
+    """Return one row per anomaly: kind, subject, metric, at, value, expected, score.
+
+    Kinds: ``server``, ``channel`` and ``publisher`` depart from their past; ``missing``, ``late`` and ``lag`` are about
+    reports of servers, with a null score. Without ``publisher_slots`` there are none of publishers.
+    """
     rate = F.col("publications") / F.nullif("seconds", F.lit(0.0))
     values = [
         _values("server", servers, "server", "at", *LEAST_SPREADS, counted_s=F.lit(None).cast("double")),

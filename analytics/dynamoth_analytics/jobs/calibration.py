@@ -34,7 +34,7 @@ BEFORE_MIN, BEYOND_MIN = 5, 3
 """Least loads that must have been seen, and of them before and beyond the break point."""
 
 RISE_MIN = 2.0
-"""The latency of the curve at the largest load is at least so many times that at the smallest one."""
+"""A rise counts if the latency at the largest load is at least this many times that at the smallest."""
 
 CLEAR_OF_FLAT, CLEAR_OF_SMOOTH = 10.0, 3.0
 """How much better a curve must explain n medians than another one: n log(squares of the other / own squares), twice the

@@ -35,7 +35,10 @@ changes by less than a fifth. Where reports are cut, only to those that are name
 
 
 def channel_slots(channels: DataFrame, slot_s: int) -> DataFrame:
-    """Return one row per channel, server and slot: sums over its reports. The channel null stands for all others."""
+    """Return one row per channel, server and slot. The channel null stands for all others.
+
+    Sums over its reports; ``publishers`` and ``channels`` are the largest, ``subscribers`` is the mean over the time.
+    """
     return _summed(channels.select("*", slot_of(slot_s).alias("slot"), F.col("interval_s").alias("seconds")))
 
 
@@ -102,8 +105,8 @@ def channel_loads(slots: DataFrame, spans: DataFrame, slot_s: int) -> DataFrame:
 def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
     """Return one row per channel.
 
-    Rates are those of the time in which reports name the channel, in so many ``slots``. ``p_ratio`` and ``s_ratio`` are
-    those of Algorithm 1 (Dynamoth, III-B.1): publications/s per subscriber, and subscribers per publication/s.
+    ``slots`` counts the slots in which reports name the channel; rates refer to their time. ``p_ratio`` and
+    ``s_ratio`` are those of Algorithm 1 (Dynamoth, III-B.1): publications/s per subscriber, and subscribers per publication/s.
     ``share`` is that of all bytes sent to subscribers, of the channels that reports do not name as well.
     ``churn_per_minute`` is the mean change of the number of subscribers: a lower bound of those who came and went.
     """

@@ -9,7 +9,10 @@ from dynamoth_analytics.jobs.load import HOLE_S_MAX
 
 
 def gaps(rows: DataFrame, loads: DataFrame, slot_s: int) -> DataFrame:
-    """Return the table, but what every recorder hears of only once, and the times without reports of any server."""
+    """Return the table, and the times without reports of any server.
+
+    Every recorder notes that an agent was blind: that is there once.
+    """
     heard_by_all = F.when(F.col("kind") == "agent_blind", "").otherwise(F.col("recorder"))
     once = rows.withColumn("of", heard_by_all).dropDuplicates(["kind", "server", "incarnation", "sequence", "of"])
     return once.drop("of").unionByName(without_reports(loads, slot_s), allowMissingColumns=True)

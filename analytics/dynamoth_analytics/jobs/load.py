@@ -55,7 +55,7 @@ def load(servers: DataFrame, slot_s: int, high: float) -> DataFrame:
 
 
 def balance(loads: DataFrame) -> DataFrame:
-    """Return one row per slot: how evenly the load was spread, and the time of servers that it took."""
+    """Return one row per slot: how evenly the load was spread, and the server-seconds that reports cover."""
     mean = F.avg("ratio")
     return loads.groupBy("slot").agg(
         F.count("*").alias("servers"),

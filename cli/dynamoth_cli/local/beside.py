@@ -27,6 +27,8 @@ def _folder(text: str) -> Path:
     """Refuse at once what the recorder would only refuse once all else runs."""
     if missing := what_is_missing("record"):
         raise argparse.ArgumentTypeError(f"a recorder needs {missing}")
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a folder expected, not an empty one")
     if (folder := Path(text)).is_file():
         raise argparse.ArgumentTypeError(f"{text} is a file: give the folder of a recording, or a new one")
     return folder
