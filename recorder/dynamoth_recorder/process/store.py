@@ -47,8 +47,8 @@ MERGED_MEMORY_BYTES_MAX = 256 * 1024 * 1024
 memory. Long names take more, although they are compressed to nearly nothing on disk."""
 
 FILES_PER_HOUR = 60
-"""Small files of the present hour are merged once a table has this many, every 5 minutes at one file per 5 s. Those of an
-hour that is over are merged at once."""
+"""Small files of the present hour are merged once a table has this many, every 5 minutes at one file per 5 s. Those of
+an hour that is over are merged at once."""
 
 OVER_AFTER = timedelta(minutes=1)
 """An hour is over this long after its end, when late rows have been written."""
