@@ -26,7 +26,10 @@ def test_each_reason_why_the_servers_cannot_be_read_is_logged_once_and_its_end(
     caplog.set_level(logging.INFO, "dynamoth.recorder")
 
     def answers(stop: asyncio.Event) -> Iterator[tuple[Server, ...] | str]:
-        yield from ["no plan", "no plan", SERVERS, SERVERS, "no route", "no route", "no rights", SERVERS, SERVERS]
+        yield from ("no plan", "no plan")
+        yield SERVERS
+        yield from ("no route", "no route", "no rights")
+        yield from (SERVERS, SERVERS)
         stop.set()
         while True:
             yield SERVERS
