@@ -67,8 +67,7 @@ LATE_INTERVALS = 0.5
 """A report that is late by more of its intervals waited for the recorder: it gets the time at which it was due."""
 
 RESTART_INTERVALS_MIN = 0.5
-"""A time without measurement that is shorter than this, in intervals of the new agent, is no gap: it may be the time
-that a report was under way."""
+"""A shorter time without measurement, in intervals of the new agent, is no gap: its report may have taken that long."""
 
 RESUBSCRIBE_S = 10.0
 """If a server refuses a subscription, the recorder asks again after this time: it may have got the rights."""
@@ -246,14 +245,14 @@ class RecorderMachine:
         return self._give_up_probes(id_, now, 0.0)
 
     def _report_link(self, id_: str, reason: str | None) -> list[RecorderAction]:
-        """Report the state of a link, if it is another one: while a server is down, each attempt fails alike."""
+        """Report the state of a link unless it is the reported one: while a server is down, every attempt fails."""
         if self._servers[id_].reported == reason:
             return []
         self._servers[id_].reported = reason
         return [LinkChanged(id_, reason)]
 
     def _on_reply(self, id_: str, what: bytes, value: Any, now: float) -> list[RecorderAction]:
-        """Note an error, and report one that does not apply yet. Of subscriptions, only errors come here."""
+        """Note an error, and report it if it is new. Subscriptions have no other replies: pushes confirm them."""
         watched = self._servers[id_]
         if not isinstance(value, ErrorReply):
             watched.refusals.pop(what, None)
@@ -300,6 +299,7 @@ class RecorderMachine:
         return actions
 
     def _on_subscribed(self, id_: str, name: bytes, now: float) -> list[RecorderAction]:
+        """Note that a subscription is confirmed. Once all are, the recorder listens, and an absence ends."""
         watched = self._servers[id_]
         watched.refusals.pop(name, None)
         if name != self._probe_channel or watched.away_since is None or watched.refusals.keys() & _LISTENING:
@@ -395,7 +395,7 @@ class RecorderMachine:
         return [Rows(LATENCY.name, 1, {"server": id_, "number": number, "latency_s": now - sent_at})]
 
     def _give_up_probes(self, id_: str, now: float, age_s: float) -> list[RecorderAction]:
-        """Record as lost the probes of at least this age."""
+        """Record probes of at least this age as lost."""
         probes = self._servers[id_].probes
         actions: list[RecorderAction] = []
         for number, sent_at in [*probes.items()]:
@@ -409,8 +409,8 @@ class RecorderMachine:
 def _end_of(report: Report, latest: _Latest | None, now: float) -> float:
     """Return when the interval of a report ended: now or, if it waited for the recorder, when it was due.
 
-    Of reports that waited, all come at once, and only the last is new. So two late ones far apart did not wait: the
-    length of something that is missing between the reports was another one.
+    Reports that waited come all at once, and only the last of them is new. So if two late ones come far apart, they did
+    not wait: something before them took longer than their intervals say.
     """
     if latest is None or latest.incarnation != report.incarnation:
         return now
