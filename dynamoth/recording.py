@@ -51,8 +51,8 @@ class GapKind(enum.StrEnum):
     REPORT_MISSING = "report_missing"
     #: An agent saw nothing of what was published. ``seconds``: how long, right before the interval of its report.
     AGENT_BLIND = "agent_blind"
-    #: An agent has started again. ``seconds``: from the end of the old one's last interval to the begin of the new
-    #: one's first. An upper bound if that report waited for the recorder.
+    #: An agent has started again. ``seconds``: from the end of the last interval that the old one saw to the begin of
+    #: the new one's first interval. An upper bound if that report waited for the recorder.
     AGENT_RESTARTED = "agent_restarted"
     #: The recorder did not listen at a server. ``seconds``: from the last sign of the lost connection until it listened
     #: again, to everything.

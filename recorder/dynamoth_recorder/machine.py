@@ -119,7 +119,8 @@ class _Watched:
     latest: _Latest | None = None
     #: The incarnation of the agent that reported last, over any connection.
     agent: int | None = None
-    #: Reports and gaps cover all time before this: the end of the latest report, or when the recorder began to listen.
+    #: Reports and gaps cover all time before this: the end of the latest report that was not of a blind agent, or when
+    #: the recorder began to listen.
     known_until: float = 0.0
     #: When each probe that has not returned was sent, by number. At most ``PROBE_LOST_S`` and an interval ago.
     probes: dict[int, float] = field(default_factory=dict[int, float])
@@ -333,7 +334,9 @@ class RecorderMachine:
         at = _end_of(report, latest, now)
         gaps = [*self._gaps_before(report, watched, at)]
         watched.latest = _Latest(report.incarnation, report.sequence, at, now)
-        watched.agent, watched.known_until = report.incarnation, at
+        if report.observing or report.incarnation != watched.agent:
+            watched.known_until = at
+        watched.agent = report.incarnation
         return [replace(each, age_s=now - at) for each in (*gaps, *rows_of_report(report))]
 
     def _gaps_before(self, report: Report, watched: _Watched, at: float) -> Iterator[Rows]:

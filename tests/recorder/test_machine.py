@@ -145,6 +145,20 @@ def test_the_time_between_an_agent_and_its_successor_is_a_gap() -> None:
     assert kinds(recorder.report(replace(REPORT, incarnation=7))) == [], "a report may take that long"
 
 
+def test_an_agent_that_dies_blind_leaves_a_gap_since_it_saw_something() -> None:
+    recorder = Recorder().listening()
+    recorder.report()
+    for sequence in (2, 3):
+        recorder.now += 2.0
+        assert kinds(recorder.report(replace(REPORT, sequence=sequence, observing=False, blind_s=2.0))) == []
+    recorder.now += 1.0
+    restarted, *_ = recorder.report(replace(REPORT, incarnation=6, observing=False))
+    assert (restarted.same["kind"], restarted.same["seconds"]) == ("agent_restarted", 4.0)
+    recorder.now += 3.0
+    restarted, *_ = recorder.report(replace(REPORT, incarnation=7))
+    assert (restarted.same["kind"], restarted.same["seconds"]) == ("agent_restarted", 2.0), "no time twice"
+
+
 def test_an_agent_that_started_again_while_the_recorder_was_away_leaves_a_gap_only_after_that() -> None:
     recorder = Recorder().listening()
     recorder.report()
