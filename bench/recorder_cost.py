@@ -1,8 +1,8 @@
-"""What a recorder costs: the CPU time of its process while agents report many channels.
+"""Measures the cost of a recorder: the CPU time of its process while agents report many channels.
 
-Run with ``python -m bench.recorder_cost``. Two Redis servers and ``dynamoth record`` are started; reports come in at a
-steady rate, as those of a large cluster, and are written to a folder of the system's disk. Prints a line per figure,
-then one line of JSON; ends with 1 when the target is missed or rows were lost.
+Run with ``python -m bench.recorder_cost``. It starts two Redis servers and ``dynamoth record``, and publishes reports
+at a steady rate, like those of a large cluster. The recording is in a temporary folder. Prints a line per figure, then
+one line of JSON; ends with 1 if the target is missed or rows were lost.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dynamoth_cli.local.cluster import environment_without_settings
 from dynamoth_cli.local.embedded import EmbeddedRedis
 
 CORES_MAX = 0.5
-"""At 100,000 rows of ``channels`` per second."""
+"""Target, at 100,000 rows of ``channels`` per second."""
 
 SERVERS = 2
 WARM_UP_S = 6.0
-"""The first files have been written."""
+"""Time before the measurement, in which the first files are written."""
 
 IDS_PER_CELL = 16
 CHANNELS_WITH_IDS = 50
@@ -52,7 +52,7 @@ class Result:
 
 
 class Agents:
-    """Publishes reports of the same channels again and again, with other numbers each time."""
+    """Publishes reports of the same channels again and again, with new random figures each time."""
 
     def __init__(self, servers: list[EmbeddedRedis], channels: int) -> None:
         self._servers = servers
@@ -100,7 +100,7 @@ class Agents:
 
 
 def measure(rows_per_s: float, channels: int, seconds: float) -> Result:
-    """Record for some seconds, at this rate of rows, in reports of so many channels."""
+    """Record for some seconds at this rate of rows; ``channels``: of each report."""
     servers = [unlimited_redis() for _ in range(SERVERS)]
     http_port = free_port()
     with tempfile.TemporaryDirectory() as folder:

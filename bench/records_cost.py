@@ -1,8 +1,8 @@
-"""What recording costs the balancer: the time of its machine with what it sends to recorders, against without.
+"""Measures what recording costs the balancer: the CPU time of its machine with messages to recorders, and without.
 
-Run with ``python -m bench.records_cost``. No server is needed: the machine gets reports of a cluster whose load moves
-around, so that it decides, and installs plans, all the time. Both ways take turns and the fastest round of each counts.
-Prints a line per figure, then one line of JSON; ends with 1 when the target is missed.
+Run with ``python -m bench.records_cost``. It needs no server: the machine gets reports of a cluster whose load moves
+around, so that it decides and installs plans all the time. Both ways take turns, and the fastest round of each counts.
+Prints a line per figure, then one line of JSON; ends with 1 if the target is missed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 
 RATIO_MAX = 1.05
-"""What cannot be told from the noise of a process beside others."""
+"""Target. A smaller difference is within the noise of a machine that runs other processes, too."""
 
 CAPACITY_BYTES_PER_S = 1_000_000
 MEAN_RATIO = 0.4
 HOT_FACTOR, COLD_FACTOR = 2.5, 0.5
 HOT_SHARE = 4
-"""The channels of every fourth server are hot: at first, it has a load ratio of 1."""
+"""The channels of every fourth server are hot, so its load ratio is 1 at first."""
 
 HOT_S = 20.0
-"""After this time others are."""
+"""After this time, other channels are hot."""
 
 SETTLE_S = 0.3
 
@@ -80,7 +80,7 @@ class TimedMachine(BalancerMachine):
 
 
 class World:
-    """A cluster whose agents report what the plan puts at their servers."""
+    """A cluster whose agents report the channels that the plan puts at their servers."""
 
     def __init__(self, servers: int, channels: int) -> None:
         self._chance = random.Random(1)
@@ -92,7 +92,7 @@ class World:
         self._begin = -self._options.wait_s - self._options.averaging_s
         self._cluster = InstantCluster(self.machine, self._servers, None, self._begin, SETTLE_S)
         homes = {name: self._plan.ring.home(name) for name in self._names}
-        #: Channels with the same number are hot at the same time; those of a server have one, at first.
+        #: Channels with the same number are hot at the same time. At first, all channels of a server have the same.
         self._groups = {name: self._servers.index(home) % HOT_SHARE for name, home in homes.items()}
 
     @property

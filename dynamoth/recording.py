@@ -3,12 +3,12 @@
 Recorders write them, and the jobs of ``analytics`` read them.
 
 A recording is a folder with one folder per table, and below that ``date=YYYY-MM-DD/hour=HH/*.parquet``, by ``at`` in
-UTC. Recorders and jobs make their own schemas (Arrow, Spark) from what stands here.
+UTC. Recorders and jobs make their schemas (Arrow, Spark) from these definitions.
 
 Several recorders may write one recording. Rows with equal *keys* are the same event, seen twice: jobs keep the first.
 
-A later version may add columns, at the end, and never removes one or gives it another meaning. Jobs keep columns that
-they do not know, and name those that are missing, which are null then.
+A later version may add columns, at the end, and never removes one or gives it another meaning. Jobs keep unknown
+columns. Missing columns are null, and the report names them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import re
 from dataclasses import dataclass
 
 VERSION = 1
-"""Of these tables; in the metadata of each file, under ``VERSION_KEY``."""
+"""Version of the tables. Each file has it in its metadata, under ``VERSION_KEY``."""
 
 VERSION_KEY = "dynamoth.recording"
 
-NAME_CHARACTERS_MAX = 4096
-"""Longest text in a cell, and longest list."""
+TEXT_CHARACTERS_MAX = 4096
+"""Bound of a text in a cell, in characters, and of a list, in elements. The name of a channel has up to 1024 bytes in a
+report, and an escaped byte (``\\xff``) takes four characters."""
 
 
 class Type(enum.Enum):
@@ -38,6 +39,44 @@ class Type(enum.Enum):
     TRUTH = "truth"
     BYTES = "bytes"
     TEXTS = "texts"
+
+
+class GapKind(enum.StrEnum):
+    """What is missing: column ``kind`` of table ``gaps``. Each says what ``seconds`` is there.
+
+    ``count`` is the number of missing reports, and null for all other kinds.
+    """
+
+    #: Reports did not arrive, although the recorder listened. ``seconds``: the length of their intervals together.
+    REPORT_MISSING = "report_missing"
+    #: An agent saw nothing of what was published. ``seconds``: how long, right before the interval of its report.
+    AGENT_BLIND = "agent_blind"
+    #: An agent has started again. ``seconds``: from the end of the last interval that the old one saw to the begin of
+    #: the new one's first interval. An upper bound if that report waited for the recorder.
+    AGENT_RESTARTED = "agent_restarted"
+    #: The recorder did not listen at a server. ``seconds``: from the last sign of the lost connection until it listened
+    #: again, to everything.
+    RECORDER_AWAY = "recorder_away"
+    #: The recorder did not run. ``seconds``: how late it was. What it heard afterwards, except reports, is dated too
+    #: late by up to this.
+    RECORDER_LATE = "recorder_late"
+    #: A probe did not return. ``seconds``: how long the recorder had waited when it gave it up.
+    PROBE_LOST = "probe_lost"
+
+
+class DecisionKind(enum.StrEnum):
+    """What a row of table ``decisions`` is about: its column ``kind``."""
+
+    #: A channel gets another assignment; one row for each server that this touches.
+    MOVE = "move"
+    #: Something that the balancer noticed and cannot change.
+    FINDING = "finding"
+    #: The load ratio of a server after the moves of a decision.
+    OUTCOME = "outcome"
+    #: An administrator has paused the balancer.
+    PAUSED = "paused"
+    #: An administrator lets the balancer decide again.
+    RESUMED = "resumed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +107,7 @@ SERVERS = _table(
     "servers",
     "server incarnation sequence",
     server=_TEXT,
-    # Those of the agent's report: dynamoth.protocol.reports.Report.
+    # As in the agent's report: dynamoth.protocol.reports.Report.
     incarnation=_WHOLE,
     sequence=_WHOLE,
     interval_s=_NUMBER,
@@ -94,8 +133,8 @@ SERVERS = _table(
     messages_untracked=_WHOLE,
     publishers_uncounted=_WHOLE,
 )
-"""One row per report of an agent. ``at`` is the end of its interval: when the recorder got it or, of a report that came
-late, when it was due after the one before it."""
+"""One row per report of an agent. ``at`` is the end of its interval: when the recorder got the report or, if that was
+late, when it was due after the report before it."""
 
 CHANNELS = _table(
     "channels",
@@ -104,9 +143,9 @@ CHANNELS = _table(
     incarnation=_WHOLE,
     sequence=_WHOLE,
     interval_s=_NUMBER,
-    #: Bytes that are not UTF-8 as ``\xNN``. Null: the sum of the channels that the report does not name.
+    #: As :func:`channel_text` returns it. Null: the sum of the channels that the report does not name.
     channel=_TEXT,
-    #: How many channels the row stands for: 1 for one with a name.
+    #: How many channels the row stands for: 1 if it has a name.
     channels=_WHOLE,
     publications=_WHOLE,
     publishers=_WHOLE,
@@ -117,12 +156,14 @@ CHANNELS = _table(
     publisher_ids=Type.BYTES,
     subscriber_ids=Type.BYTES,
 )
-"""One row per report and channel. Counts are those of the interval, as in ``ChannelColumns``."""
+"""One row per report and channel, and one for all channels that the report does not name, if any. Counts are those of
+the interval, as in ``ChannelColumns``. A recorder writes the rows of a report next to each other into one file: readers
+rely on that."""
 
 PLANS = _table(
     "plans",
     "balancer number line",
-    #: The incarnation of the balancer, the number of its message, and the row in it.
+    #: The incarnation of the balancer, the number of its message, and the index of the row in it.
     balancer=_WHOLE,
     number=_WHOLE,
     line=_WHOLE,
@@ -147,7 +188,7 @@ DECISIONS = _table(
     line=_WHOLE,
     #: Counts the decisions of a balancer, from 1.
     decision=_WHOLE,
-    #: move, finding or outcome; or paused or resumed, by an administrator.
+    #: A :class:`DecisionKind`.
     kind=_TEXT,
     #: replicate, relieve, drain ...
     goal=_TEXT,
@@ -158,26 +199,28 @@ DECISIONS = _table(
     to_mode=_TEXT,
     to_servers=Type.TEXTS,
     server=_TEXT,
-    #: Load ratio of ``server`` when the decision was made.
+    #: Load ratio of ``server`` before this move.
     ratio_before=_NUMBER,
-    #: What the move was to make of it, other moves of the decision before it included.
+    #: Predicted load ratio after this move and the earlier moves of the decision.
     ratio_predicted=_NUMBER,
-    #: In outcomes: what it was ``averaging_s`` after all moves of the decision had settled.
+    #: Only in outcomes: the load ratio ``averaging_s`` after all moves of the decision had settled.
     ratio_measured=_NUMBER,
-    # What a replay needs to be in the same state. In the first row of a decision, and where it was paused or resumed:
-    #: When, by the balancer's own clock, which begins anywhere.
+    # The state that a replay needs: in the first row of a decision, and in those of pauses.
+    #: Time on the balancer's monotonic clock, in seconds. Its zero is arbitrary.
     clock_s=_NUMBER,
-    #: The latest reports that it has heard since such a row: each a server, incarnation, sequence and that clock.
+    #: The latest reports that the balancer has heard since the previous such row. Each is a text with server,
+    #: incarnation, sequence and time on the same clock.
     reports=Type.TEXTS,
-    #: The latest changes that have settled since such a row: each that clock and a channel.
+    #: The latest changes that have settled since the previous such row. Each is a text with time on the same clock and
+    #: channel.
     settled=Type.TEXTS,
 )
-"""One row per move and server that it touches, per finding, per server of an outcome, and per pause and its end."""
+"""One row per move and server that it touches, finding, outcome and server, and begin and end of a pause."""
 
 SETTINGS = _table(
     "settings", "balancer number line", balancer=_WHOLE, number=_WHOLE, line=_WHOLE, name=_TEXT, value=_TEXT
 )
-"""The settings of a balancer's machine when it began to lead, and every ten seconds since. ``value`` is JSON.
+"""The settings of a balancer when it began to lead, and every ten seconds since. ``value`` is JSON.
 
 ``dynamoth_balancer.admin.records.read_settings`` reads the rows of one message.
 """
@@ -187,7 +230,7 @@ LATENCY = _table(
     "recorder server number",
     server=_TEXT,
     number=_WHOLE,
-    #: From PUBLISH to receipt, on the recorder's own connection. Null: it did not come back in time.
+    #: From PUBLISH to receipt, on the recorder's own connection. Null: it did not return in time.
     latency_s=_NUMBER,
 )
 """One row per probe: a message on a channel of the recorder's own at each server."""
@@ -195,29 +238,32 @@ LATENCY = _table(
 GAPS = _table(
     "gaps",
     "kind server incarnation sequence recorder",
-    #: report_missing, agent_blind (nobody saw what was published), recorder_away, recorder_late or probe_lost.
+    #: A :class:`GapKind`.
     kind=_TEXT,
     server=_TEXT,
+    # Incarnation of the agent and sequence of its first report after the gap. In gaps of the recorder itself,
+    # incarnation is null, and sequence is a number of the recorder that makes the key unique.
     incarnation=_WHOLE,
-    #: Of the first report after the gap; otherwise the recorder's own number.
     sequence=_WHOLE,
+    #: As the kind says. The gap ends at ``at`` or, if it is of an agent, where the interval of that report begins.
     seconds=_NUMBER,
     count=_WHOLE,
+    #: The cause, in words.
     reason=_TEXT,
 )
-"""What the recording does not know."""
+"""Events and times that the recording lacks."""
 
 MERGING_LOCK = ".merging.lock"
 """A file in the folder of a recording. A recorder locks it while it merges, and a reader, shared, against that."""
 
 BALANCER_TABLES = {table.name: table for table in (PLANS, DECISIONS, SETTINGS)}
-"""Those whose rows a balancer sends. Recorders make the others themselves."""
+"""The tables whose rows a balancer sends. Recorders make the rows of the others."""
 
 TABLES = {table.name: table for table in (SERVERS, CHANNELS, *BALANCER_TABLES.values(), LATENCY, GAPS)}
 
 
 def channel_text(channel: bytes) -> str:
-    """Return the name of a channel as tables have it: bytes that are not UTF-8, and backslashes, are escaped."""
+    r"""Return the name of a channel as text: bytes that are not UTF-8 become ``\xNN``, and backslashes are doubled."""
     return channel.replace(b"\\", rb"\\").decode(errors="backslashreplace")
 
 
@@ -225,5 +271,5 @@ _ESCAPED = re.compile(rb"\\(?:x([0-9a-f]{2})|\\)")
 
 
 def channel_bytes(text: str) -> bytes:
-    """Return the name of a channel that :func:`channel_text` has made a text of."""
+    """Return the name of a channel from the text that :func:`channel_text` has returned."""
     return _ESCAPED.sub(lambda found: bytes.fromhex(found[1].decode()) if found[1] else b"\\", text.encode())

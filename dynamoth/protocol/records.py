@@ -1,7 +1,7 @@
-"""What a balancer sends to recorders, on ``RECORD_CHANNEL``: rows for the tables of a recording.
+"""The messages of a balancer to recorders, on ``RECORD_CHANNEL``: rows for the tables of a recording.
 
-One msgpack array ``[RECORD_CODE, balancer, number, table, columns, rows]``. Recorders add when they got it. A reader
-ignores elements after those that it knows, and columns that it does not know.
+A message is one msgpack array ``[RECORD_CODE, balancer, number, table, columns, rows]``. Recorders add the time of
+receipt. A reader ignores unknown elements at the end, and unknown columns.
 """
 
 from __future__ import annotations
@@ -13,40 +13,46 @@ from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.wire import pack, parser, read_array, read_natural, read_text, shortened, unpack
-from dynamoth.recording import BALANCER_TABLES, NAME_CHARACTERS_MAX, Type
+from dynamoth.recording import BALANCER_TABLES, TEXT_CHARACTERS_MAX, Type
 
 RECORD_CODE = 15
 
 ROWS_MAX = 10_000
-"""Rows of one message; a receiver refuses more."""
+"""Most rows of one message; a receiver refuses more."""
 
 WHOLE_MAX = 2**63 - 1
-"""Tables have 64 bits with a sign."""
+"""Largest number of a column: tables have 64 bits with a sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """Rows of one table. ``number`` counts the messages of one balancer process: one left out is lost."""
+    """Rows of one table.
 
+    A message goes to every server, at most once each and without an answer: it is lost where nobody listens.
+    """
+
+    #: The incarnation of the balancer.
     balancer: int
+    #: Counts the messages of this balancer, from 1, so that receivers recognise the copies at other servers. Nobody
+    #: looks for missing numbers.
     number: int
     table: str
     columns: tuple[str, ...]
+    #: Each with one value per column.
     rows: tuple[Sequence[Any], ...]
 
 
 def pack_rows(message: RecordedRows) -> bytes:
     """Serialise rows."""
-    m = message
-    return pack([RECORD_CODE, m.balancer, m.number, m.table, m.columns, m.rows])
+    return pack([RECORD_CODE, message.balancer, message.number, message.table, message.columns, message.rows])
 
 
 @parser("recorded rows")
 def unpack_rows(data: bytes) -> RecordedRows:
-    """Read rows from anyone who can publish. Columns that this software does not know are left out.
+    """Read rows. They may come from anyone who can publish. Unknown columns are left out.
 
     Raises:
-        MalformedMessage: when they are not such rows, or a value is not of its column's type.
+        MalformedMessage: these are no such rows, or a value does not fit its column.
 
     """
     code, balancer, number, name, columns, rows = read_array(unpack(data))[:6]
@@ -73,9 +79,9 @@ def _value(value: Any, expected: Type) -> Any:
     if value is None:
         return None
     if expected is Type.TEXTS:
-        return tuple(read_text(each, NAME_CHARACTERS_MAX) for each in read_array(value)[:NAME_CHARACTERS_MAX])
+        return tuple(read_text(each, TEXT_CHARACTERS_MAX) for each in read_array(value)[:TEXT_CHARACTERS_MAX])
     if expected is Type.TEXT:
-        return read_text(value, NAME_CHARACTERS_MAX)
+        return read_text(value, TEXT_CHARACTERS_MAX)
     if expected is Type.WHOLE:
         return read_natural(value, WHOLE_MAX)
     if expected is Type.NUMBER and type(value) in (int, float) and math.isfinite(value):

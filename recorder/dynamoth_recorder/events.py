@@ -19,7 +19,7 @@ class ServersChanged:
 
 @dataclass(frozen=True, slots=True)
 class StoreChanged:
-    """The recording cannot be written any more, or can be written again."""
+    """The recording can no longer be written (``failing``), or it can be written again."""
 
     failing: bool
 
@@ -29,22 +29,22 @@ RecorderEvent = LinkEvent | ServersChanged | StoreChanged
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one table of ``dynamoth.recording``, without ``at`` and ``recorder``. Other columns left out are null."""
+    """Rows of one table of ``dynamoth.recording``, without ``at`` and ``recorder``. Other missing columns are null."""
 
     table: str
     #: At least 1.
     count: int
-    #: Columns with one value in all rows. They replace those of ``columns``.
+    #: Columns that have one value in all rows. They replace those of ``columns``.
     same: Mapping[str, Any]
-    #: All others, each with ``count`` values.
+    #: Columns with ``count`` values each.
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
-    #: How long ago ``at`` is, in seconds.
+    #: How long before the present ``at`` is, in seconds.
     age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkChanged:
-    """A link is up (``reason`` None), or down for another reason than the last time."""
+    """A link is up (``reason`` None), or it is down for a new reason."""
 
     server: str
     reason: str | None
@@ -52,13 +52,13 @@ class LinkChanged:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A server does not let the recorder listen or probe there. Once per connection and reason."""
+    """A server does not let the recorder listen or probe there. Once per connection and reason, while it lasts."""
 
     server: str
     reply: str
 
 
 RecorderNews = Rows | LinkChanged | Refused
-"""What the machine asks of its process: to store rows, and to log the rest."""
+"""Actions for the process: it stores rows and logs the others."""
 
 RecorderAction = LinkAction | RecorderNews

@@ -1,4 +1,4 @@
-"""The recorder: listens to agents and balancer at every server, and makes rows of what they say.
+"""The recorder: listens to agents and balancer at every server, and makes rows of their messages.
 
 Theory of operation
 -------------------
@@ -8,21 +8,20 @@ There is one link per server, named after it. At each server the recorder listen
   balancers read it. So the recorder subscribes to it by a *pattern* that matches this name only, as NUMSUB does not
   count patterns. NUMPAT counts it once, however many recorders there are; ``PUBSUB NUMPAT`` of our clients subtracts it
   where ``RECORD_CHANNEL`` has subscribers.
-* ``RECORD_CHANNEL``, on which the balancer says the same at each server; the first copy counts.
+* ``RECORD_CHANNEL``, on which the balancer publishes the same at each server; the first copy counts.
 * a channel of its own, for a probe per ``PROBE_INTERVAL_S``: the time from PUBLISH to receipt.
 
-The recorder also writes down what it does not know (table ``gaps``): reports left out, agents that saw nothing, its own
-lost connections, probes that did not return, and when it was itself late. It never listens to ``AGENT_CHANNEL``, which
-would make it an agent. While its recording cannot be written, it subscribes to ``RECORDER_FAILING_CHANNEL``, so that
-``dynamoth status`` sees it.
+It listens at a server once all three are confirmed. The recorder also notes what its recording lacks (table ``gaps``;
+``GapKind`` has the kinds). It never listens to ``AGENT_CHANNEL``, which would make it an agent. While its recording
+cannot be written, it subscribes to ``RECORDER_FAILING_CHANNEL``, so that ``dynamoth status`` sees it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, assert_never
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.globs import literal_glob
@@ -45,8 +44,16 @@ from dynamoth.plan.plan import Server
 from dynamoth.protocol.control import REPORT_CODE
 from dynamoth.protocol.records import unpack_rows
 from dynamoth.protocol.reports import Report, unpack_report
-from dynamoth.recording import LATENCY
-from dynamoth_recorder.events import LinkChanged, RecorderAction, RecorderEvent, Refused, Rows, ServersChanged
+from dynamoth.recording import LATENCY, GapKind
+from dynamoth_recorder.events import (
+    LinkChanged,
+    RecorderAction,
+    RecorderEvent,
+    Refused,
+    Rows,
+    ServersChanged,
+    StoreChanged,
+)
 from dynamoth_recorder.rows import gap, rows_of_balancer, rows_of_report
 
 PROBE_INTERVAL_S = 1.0
@@ -54,18 +61,41 @@ PROBE_LOST_S = 5.0
 """A probe that has not returned after this time is lost."""
 
 LATE_S_MIN = 2.0
-"""A recorder that comes so late to its probes comes late to all else."""
+"""If a probe is this late, the process did not run, and its other rows are late, too."""
 
 LATE_INTERVALS = 0.5
-"""A report that comes so late is dated by the report before it. Those that waited for a recorder come all at once."""
+"""A report that is late by more of its intervals waited for the recorder: it gets the time at which it was due."""
+
+RESTART_INTERVALS_MIN = 0.5
+"""A shorter time without measurement, in intervals of the new agent, is no gap: its report may have taken that long."""
 
 RESUBSCRIBE_S = 10.0
-"""Where a server refuses a subscription, the recorder asks again after this time: rights may have been given."""
+"""If a server refuses a subscription, the recorder asks again after this time: it may have got the rights."""
 
 SEEN_MAX = 10_000
-"""Messages of balancers that are remembered, to know their copies at other servers."""
+"""Messages of balancers that are remembered, to recognise their copies at other servers."""
 
 PROBE_BYTES = 8
+
+_AGENTS = literal_glob(BALANCER_CHANNEL)
+"""The pattern that matches the channel of reports only."""
+
+_LISTENING = frozenset((_AGENTS, RECORD_CHANNEL))
+"""The subscriptions without which rows are missing."""
+
+_PUBLISH = b"PUBLISH"
+
+
+@dataclass(frozen=True, slots=True)
+class _Latest:
+    """The latest report over the present connection."""
+
+    incarnation: int
+    sequence: int
+    #: The end of its interval.
+    at: float
+    #: When the recorder got it.
+    heard_at: float
 
 
 @dataclass(slots=True)
@@ -73,21 +103,26 @@ class _Watched:
     """A server, and the connection to it."""
 
     url: str
-    #: Since when the recorder hears nothing there; None while it listens.
+    #: Since when the recorder does not listen there; None while it does.
     away_since: float | None
+    #: Why it does not, if something has failed since ``away_since``; otherwise empty.
+    away_because: str = ""
     is_up: bool = False
-    #: Whether the connection was lost, or could not be made, since ``away_since``.
-    has_failed: bool = False
-    #: Why it is down, as reported last; empty while it was never reported.
+    #: The latest reported reason for which it is down; None if it is up; empty if nothing was reported yet.
     reported: str | None = ""
-    #: The refusal of the present connection.
-    refusal: str = ""
+    #: The errors of the present connection that still apply, by channel or pattern, or ``_PUBLISH`` of probes.
+    refusals: dict[bytes, str] = field(default_factory=dict[bytes, str])
+    #: When to ask again for subscriptions that were refused.
     resubscribe_at: float = 0.0
-    #: When something came over a connection for the last time.
+    #: When the latest push came, over any connection.
     heard_at: float = 0.0
-    #: Incarnation, sequence and date of the latest report over the present connection.
-    latest: tuple[int, int, float] | None = None
-    #: When each probe was sent that has not returned, by number; not older than ``PROBE_LOST_S`` and an interval.
+    latest: _Latest | None = None
+    #: The incarnation of the agent that reported last, over any connection.
+    agent: int | None = None
+    #: Reports and gaps cover all time before this: the end of the latest report that was not of a blind agent, or when
+    #: the recorder began to listen.
+    known_until: float = 0.0
+    #: When each probe that has not returned was sent, by number. At most ``PROBE_LOST_S`` and an interval ago.
     probes: dict[int, float] = field(default_factory=dict[int, float])
 
 
@@ -106,7 +141,7 @@ class RecorderMachine:
         self._servers: dict[str, _Watched] = {}
         self._probe_at: float | None = None
         self._probe_number = 0
-        #: At all servers: one that leaves and comes back goes on with other numbers.
+        #: Absences so far, at all servers, so that a server that returns gets new numbers.
         self._times_away = 0
         self._is_failing = False
         self._seen: BoundedTable[tuple[int, int], bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
@@ -114,16 +149,16 @@ class RecorderMachine:
 
     @property
     def servers_known(self) -> int:
-        """How many servers the cluster has, as far as is known."""
+        """The number of servers in the latest ``ServersChanged``."""
         return len(self._servers)
 
     @property
     def not_heard(self) -> dict[str, str]:
-        """The servers at which the recorder does not listen now, each with the reason."""
+        """The servers where something is not recorded now, each with the reason."""
         return {
-            id_: watched.refusal or watched.reported or "not connected yet"
+            id_: "; ".join(dict.fromkeys(watched.refusals.values())) or watched.reported or "not connected yet"
             for id_, watched in self._servers.items()
-            if watched.away_since is not None or watched.refusal
+            if watched.away_since is not None or watched.refusals
         }
 
     def deadline(self) -> float | None:
@@ -134,7 +169,8 @@ class RecorderMachine:
         """Assert the invariants."""
         for watched in self._servers.values():
             assert watched.is_up or watched.away_since is not None, "it listens over a connection only"
-            assert watched.is_up or not (watched.probes or watched.latest), "a lost connection is forgotten"
+            of_connection = watched.probes, watched.latest, watched.refusals
+            assert watched.is_up or not any(of_connection), "a lost connection is forgotten"
 
     def handle(self, event: RecorderEvent, now: float) -> list[RecorderAction]:
         """Handle one event; return the actions to execute, in order."""
@@ -143,8 +179,8 @@ class RecorderMachine:
                 return self._on_pushes(link, messages, now)
             case Tick():
                 return self._tick(now)
-            case Replied(link, _, value):
-                return self._on_reply(link, value, now)
+            case Replied(link, tag, value):
+                return self._on_reply(link, tag, value, now)
             case LinkUp(link):
                 return self._on_up(link)
             case LinkDown(link, reason):
@@ -156,8 +192,10 @@ class RecorderMachine:
                 return []
             case RepliedAll():
                 return []  # nothing is sent together
+            case StoreChanged(failing):
+                return self._change_store(failing)
             case _:
-                return self._change_store(event.failing)
+                assert_never(event)
 
     # Connections.
 
@@ -171,61 +209,76 @@ class RecorderMachine:
             moved[id_] = self._servers.pop(id_).away_since
         for id_, url in wanted.items():
             if id_ not in self._servers:
-                self._servers[id_] = _Watched(url, moved.get(id_, now), has_failed=id_ in moved)
+                because = "the server moved" if id_ in moved else ""
+                self._servers[id_] = _Watched(url, moved.get(id_, now), because)
                 actions.append(Connect(id_, url))
         return actions
 
     def _on_up(self, id_: str) -> list[RecorderAction]:
-        watched = self._servers[id_]
-        watched.is_up, watched.refusal = True, ""
+        self._servers[id_].is_up = True
         return [*self._report_link(id_, None), *self._subscribe(id_)]
 
     def _subscribe(self, id_: str) -> list[RecorderAction]:
-        """The probe's channel comes last: when it is confirmed, the others are."""
+        """Ask for all subscriptions. That of the probes comes last: once it is confirmed, the others were answered."""
         channels = [RECORD_CHANNEL, *([RECORDER_FAILING_CHANNEL] if self._is_failing else []), self._probe_channel]
         return [
-            Send(id_, (b"PSUBSCRIBE", literal_glob(BALANCER_CHANNEL)), "subscribe"),
-            *(Send(id_, (b"SUBSCRIBE", channel), "subscribe") for channel in channels),
+            Send(id_, (b"PSUBSCRIBE", _AGENTS), _AGENTS),
+            *(Send(id_, (b"SUBSCRIBE", channel), channel) for channel in channels),
         ]
 
     def _on_down(self, id_: str, reason: str, now: float) -> list[RecorderAction]:
         lost = self._lose(id_, now)
-        self._servers[id_].has_failed = True
+        self._servers[id_].away_because = "no connection to the server"
         return [*lost, *self._report_link(id_, reason)]
 
     def _lose(self, id_: str, now: float) -> list[RecorderAction]:
-        """Forget a connection; what was published since something last came over it is not known.
+        """Forget a connection. Messages published since the latest push are missing in the recording.
 
-        That may be seconds ago: a cut connection is found by its silence. A recorder that stood still gets the last
-        messages together with the loss, and cannot tell when they came, so it counts from its latest tick.
+        That may be seconds ago: a cut connection is noticed by its silence. A recorder that did not run gets the last
+        messages together with the loss, and does not know when they came. So it counts from its latest tick.
         """
         watched = self._servers[id_]
         watched.is_up, watched.latest = False, None
+        watched.refusals.clear()
         if watched.away_since is None:
             assert self._probe_at is not None, "Start is the first event"
             watched.away_since = min(watched.heard_at, self._probe_at - PROBE_INTERVAL_S)
         return self._give_up_probes(id_, now, 0.0)
 
     def _report_link(self, id_: str, reason: str | None) -> list[RecorderAction]:
-        """Report a link, unless it was reported like this: while a server is down, each attempt fails alike."""
+        """Report the state of a link unless it is the reported one: while a server is down, every attempt fails."""
         if self._servers[id_].reported == reason:
             return []
         self._servers[id_].reported = reason
         return [LinkChanged(id_, reason)]
 
-    def _on_reply(self, id_: str, value: Any, now: float) -> list[RecorderAction]:
+    def _on_reply(self, id_: str, what: bytes, value: Any, now: float) -> list[RecorderAction]:
+        """Note an error, and report it if it is new. Subscriptions have no other replies: pushes confirm them."""
         watched = self._servers[id_]
-        if not isinstance(value, ErrorReply) or str(value) == watched.refusal:
+        if not isinstance(value, ErrorReply):
+            watched.refusals.pop(what, None)
             return []
-        watched.refusal, watched.resubscribe_at = str(value), now + RESUBSCRIBE_S
         self.counters["refused"] += 1
-        return [Refused(id_, watched.refusal)]
+        if what == RECORDER_FAILING_CHANNEL and not self._is_failing:
+            return []
+        reply, is_new = str(value), str(value) not in watched.refusals.values()
+        watched.refusals[what] = reply
+        if what != _PUBLISH:
+            watched.resubscribe_at = now + RESUBSCRIBE_S
+        if what in _LISTENING:
+            watched.away_because = f"the server refused a subscription: {reply}"
+        return [Refused(id_, reply)] if is_new else []
 
     def _change_store(self, failing: bool) -> list[RecorderAction]:
         self._is_failing = failing
-        command = b"SUBSCRIBE" if failing else b"UNSUBSCRIBE"
-        ups = [id_ for id_, watched in self._servers.items() if watched.is_up]
-        return [Send(id_, (command, RECORDER_FAILING_CHANNEL)) for id_ in ups]
+        actions: list[RecorderAction] = []
+        for id_, watched in self._servers.items():
+            if watched.is_up and failing:
+                actions.append(Send(id_, (b"SUBSCRIBE", RECORDER_FAILING_CHANNEL), RECORDER_FAILING_CHANNEL))
+            elif watched.is_up:
+                watched.refusals.pop(RECORDER_FAILING_CHANNEL, None)
+                actions.append(Send(id_, (b"UNSUBSCRIBE", RECORDER_FAILING_CHANNEL)))
+        return actions
 
     # Messages.
 
@@ -240,20 +293,24 @@ class RecorderMachine:
                     actions += self._on_balancer(data)
                 case [b"message", channel, data] if channel == self._probe_channel:
                     actions += self._on_probe(id_, data, now)
-                case [b"subscribe", channel, _] if channel == self._probe_channel:
-                    actions += self._on_subscribed(id_, now)
+                case [b"subscribe" | b"psubscribe", name, _]:
+                    actions += self._on_subscribed(id_, name, now)
                 case _:
                     pass
         return actions
 
-    def _on_subscribed(self, id_: str, now: float) -> list[RecorderAction]:
+    def _on_subscribed(self, id_: str, name: bytes, now: float) -> list[RecorderAction]:
+        """Note that a subscription is confirmed. Once all are, the recorder listens, and an absence ends."""
         watched = self._servers[id_]
-        since, watched.away_since = watched.away_since, None
-        if since is None or not watched.has_failed:
+        watched.refusals.pop(name, None)
+        if name != self._probe_channel or watched.away_since is None or watched.refusals.keys() & _LISTENING:
             return []
-        watched.has_failed = False
+        since, reason = watched.away_since, watched.away_because
+        watched.away_since, watched.away_because, watched.known_until = None, "", now
+        if not reason:
+            return []  # the recording begins
         self._times_away += 1
-        return [gap("recorder_away", id_, now - since, "no connection to the server", sequence=self._times_away)]
+        return [gap(GapKind.RECORDER_AWAY, id_, now - since, reason, sequence=self._times_away)]
 
     def _on_agent(self, id_: str, data: bytes, now: float) -> list[RecorderAction]:
         if data[1:2] != bytes((REPORT_CODE,)):  # an acknowledgement, for the balancer alone
@@ -270,29 +327,33 @@ class RecorderMachine:
 
     def _on_report(self, report: Report, now: float) -> list[RecorderAction]:
         watched = self._servers[report.server]
-        incarnation, sequence, interval_s = report.incarnation, report.sequence, report.interval_s
-        known, latest, latest_at = watched.latest or (None, 0, now)
-        rows: list[Rows] = []
-        at = now
-        if known == incarnation:
-            if sequence <= latest:
-                self.counters["repeated"] += 1
-                return []
-            if missing := sequence - latest - 1:
-                rows.append(self._gap_before(report, "report_missing", missing * interval_s, count=missing))
-            due = latest_at + (sequence - latest) * interval_s
-            at = due if now - due > LATE_INTERVALS * interval_s else now
-        watched.latest = incarnation, sequence, at
-        if report.observing and report.blind_s:  # a blind agent's reports say how long it lasts so far
-            rows.append(self._gap_before(report, "agent_blind", report.blind_s))
-        rows += rows_of_report(report)
-        return [replace(each, age_s=now - at) for each in rows]
+        latest = watched.latest
+        if latest is not None and latest.incarnation == report.incarnation and report.sequence <= latest.sequence:
+            self.counters["repeated"] += 1
+            return []
+        at = _end_of(report, latest, now)
+        gaps = [*self._gaps_before(report, watched, at)]
+        watched.latest = _Latest(report.incarnation, report.sequence, at, now)
+        if report.observing or report.incarnation != watched.agent:
+            watched.known_until = at
+        watched.agent = report.incarnation
+        return [replace(each, age_s=now - at) for each in (*gaps, *rows_of_report(report))]
 
-    def _gap_before(self, report: Report, kind: str, seconds: float, **more: int) -> Rows:
-        reason = "the reports did not arrive" if kind == "report_missing" else "the agent saw nothing of its server"
-        return gap(
-            kind, report.server, seconds, reason, incarnation=report.incarnation, sequence=report.sequence, **more
-        )
+    def _gaps_before(self, report: Report, watched: _Watched, at: float) -> Iterator[Rows]:
+        """Yield what is missing between the latest report and this one, whose interval ends at ``at``."""
+        latest, interval_s = watched.latest, report.interval_s
+        unmeasured_s = at - interval_s - watched.known_until
+        place = {"incarnation": report.incarnation, "sequence": report.sequence}
+        if latest is not None and latest.incarnation == report.incarnation:
+            if missing := report.sequence - latest.sequence - 1:
+                reason = "the reports did not arrive"
+                yield gap(GapKind.REPORT_MISSING, report.server, missing * interval_s, reason, count=missing, **place)
+        elif watched.agent not in (None, report.incarnation) and unmeasured_s > RESTART_INTERVALS_MIN * interval_s:
+            reason = "the agent has started again, and nobody measured in between"
+            yield gap(GapKind.AGENT_RESTARTED, report.server, unmeasured_s, reason, **place)
+        if report.observing and report.blind_s:  # a blind agent's reports say how long it lasts so far
+            reason = "the agent saw nothing of its server"
+            yield gap(GapKind.AGENT_BLIND, report.server, report.blind_s, reason, **place)
 
     def _on_balancer(self, data: bytes) -> list[RecorderAction]:
         try:
@@ -315,34 +376,48 @@ class RecorderMachine:
         actions: list[RecorderAction] = []
         for id_, watched in self._servers.items():
             if late_s > LATE_S_MIN and watched.away_since is None:
-                reason = "the recorder did not run: what it heard afterwards, but reports, is dated too late"
-                actions.append(gap("recorder_late", id_, late_s, reason, sequence=self._probe_number + 1))
+                reason = "the recorder did not run: what it heard afterwards, except reports, is dated too late"
+                actions.append(gap(GapKind.RECORDER_LATE, id_, late_s, reason, sequence=self._probe_number + 1))
             actions += self._give_up_probes(id_, now, PROBE_LOST_S)
-            if watched.refusal and watched.is_up and now >= watched.resubscribe_at:
-                watched.refusal = ""
+            if watched.refusals.keys() - {_PUBLISH} and now >= watched.resubscribe_at:
+                watched.resubscribe_at = now + RESUBSCRIBE_S
                 actions += self._subscribe(id_)
             if watched.away_since is None:
                 self._probe_number += 1
                 watched.probes[self._probe_number] = now
                 data = self._probe_number.to_bytes(PROBE_BYTES, "big")
-                actions.append(Send(id_, (b"PUBLISH", self._probe_channel, data), "probe"))
+                actions.append(Send(id_, (_PUBLISH, self._probe_channel, data), _PUBLISH))
         return actions
 
     def _on_probe(self, id_: str, data: bytes, now: float) -> list[RecorderAction]:
         number = int.from_bytes(data, "big") if len(data) == PROBE_BYTES else -1
         sent_at = self._servers[id_].probes.pop(number, None)
         if sent_at is None:
-            self.counters["unexpected"] += 1  # too late, or another's
+            self.counters["unexpected"] += 1  # too late, or published by somebody else
             return []
         return [Rows(LATENCY.name, 1, {"server": id_, "number": number, "latency_s": now - sent_at})]
 
     def _give_up_probes(self, id_: str, now: float, age_s: float) -> list[RecorderAction]:
-        """Record as lost the probes of at least this age."""
+        """Record probes of at least this age as lost."""
         probes = self._servers[id_].probes
         actions: list[RecorderAction] = []
         for number, sent_at in [*probes.items()]:
             if now - sent_at >= age_s:
                 del probes[number]
                 actions.append(Rows(LATENCY.name, 1, {"server": id_, "number": number}))
-                actions.append(gap("probe_lost", id_, now - sent_at, "a probe did not return", sequence=number))
+                actions.append(gap(GapKind.PROBE_LOST, id_, now - sent_at, "a probe did not return", sequence=number))
         return actions
+
+
+def _end_of(report: Report, latest: _Latest | None, now: float) -> float:
+    """Return when the interval of a report ended: now or, if it waited for the recorder, when it was due.
+
+    Reports that waited come all at once, and only the last of them is new. So if two late ones come far apart, they did
+    not wait: something before them took longer than their intervals say.
+    """
+    if latest is None or latest.incarnation != report.incarnation:
+        return now
+    due = latest.at + (report.sequence - latest.sequence) * report.interval_s + report.blind_s
+    allowed_s = LATE_INTERVALS * report.interval_s
+    was_late = latest.at < latest.heard_at
+    return now if now - due <= allowed_s or (was_late and now - latest.heard_at > allowed_s) else due

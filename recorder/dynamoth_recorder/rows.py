@@ -1,4 +1,4 @@
-"""Makes the rows of a recording from the messages of agents and balancer."""
+"""Makes rows of a recording from the messages of agents and balancer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamoth.protocol.records import RecordedRows
 from dynamoth.protocol.reports import Report
-from dynamoth.recording import CHANNELS, GAPS, SERVERS, channel_text
+from dynamoth.recording import CHANNELS, GAPS, SERVERS, GapKind, channel_text
 from dynamoth_recorder.events import Rows
 
 _OF_REPORT = [
@@ -16,36 +16,38 @@ _OF_REPORT = [
     for name in (column.name for column in SERVERS.columns)
     if name not in ("at", "recorder", "problems", "messages_untracked", "publishers_uncounted")
 ]
-"""Columns that are attributes of a report by the same name."""
+"""Columns that are attributes of a report."""
 
-_OF_COLUMNS = (
-    *("publications", "publishers", "subscribers", "messages_sent", "bytes_in", "bytes_out"),
-    *("publisher_ids", "subscriber_ids"),
-)
-_OF_SUMS = ("channels", "publications", "subscribers", "messages_sent", "bytes_in", "bytes_out")
+_OF_COLUMNS = ("publications", "subscribers", "messages_sent", "bytes_in", "bytes_out")
+"""Columns that are attributes of ``ChannelColumns`` and ``ChannelSums``."""
+
+_OF_NAMED = ("publishers", "publisher_ids", "subscriber_ids")
+"""Columns that are attributes of ``ChannelColumns`` only."""
 
 
 def rows_of_report(report: Report) -> list[Rows]:
-    """Return the row of the server, and those of its channels, if any."""
-    r = report
-    server = {name: getattr(r, name) for name in _OF_REPORT} | {
-        "problems": [f"{kind}: {text}" for kind, text in r.problems],
-        "messages_untracked": r.rest.messages_untracked,
-        "publishers_uncounted": r.rest.publishers_uncounted,
+    """Return the row of the server, and those of its channels together: those with a name, then one for the rest."""
+    rest = report.rest
+    server = {name: getattr(report, name) for name in _OF_REPORT} | {
+        "problems": [f"{kind}: {text}" for kind, text in report.problems],
+        "messages_untracked": rest.messages_untracked,
+        "publishers_uncounted": rest.publishers_uncounted,
     }
-    head = {name: server[name] for name in ("server", "incarnation", "sequence", "interval_s")}
     rows = [Rows(SERVERS.name, 1, server)]
-    if count := len(r.columns):
-        columns = {name: getattr(r.columns, name) for name in _OF_COLUMNS}
-        columns["channel"] = _texts(r.columns.channels)
-        rows.append(Rows(CHANNELS.name, count, {**head, "channels": 1}, columns))
-    if r.rest.channels:
-        rows.append(Rows(CHANNELS.name, 1, {**head, **{name: getattr(r.rest, name) for name in _OF_SUMS}}))
+    head = {name: server[name] for name in ("server", "incarnation", "sequence", "interval_s")}
+    named = len(report.columns)
+    columns: dict[str, Sequence[Any]] = {"channel": _texts(report.columns.channels), "channels": [1] * named}
+    columns |= {name: getattr(report.columns, name) for name in (*_OF_COLUMNS, *_OF_NAMED)}
+    if rest.channels:
+        last = {"channels": rest.channels} | {name: getattr(rest, name) for name in _OF_COLUMNS}
+        columns = {name: [*values, last.get(name)] for name, values in columns.items()}
+    if count := named + bool(rest.channels):
+        rows.append(Rows(CHANNELS.name, count, head, columns))
     return rows
 
 
 def _texts(channels: Sequence[bytes]) -> list[str]:
-    """Return ``channel_text`` of each, in a loop that runs in C where there is nothing to escape."""
+    """Return ``channel_text`` of each; if nothing needs an escape, the loop runs in C."""
     with suppress(UnicodeDecodeError):
         if b"\\" not in b"".join(channels):
             return [*map(bytes.decode, channels)]
@@ -62,6 +64,6 @@ def rows_of_balancer(message: RecordedRows) -> list[Rows]:
     return [Rows(message.table, len(message.rows), same, columns)]
 
 
-def gap(kind: str, server: str, seconds: float, reason: str, **more: int) -> Rows:
-    """Return one row of ``gaps``; ``more`` are ``incarnation``, ``sequence`` and ``count``."""
+def gap(kind: GapKind, server: str, seconds: float, reason: str, **more: int) -> Rows:
+    """Return one row of ``gaps``; ``more`` is ``incarnation``, ``sequence`` and ``count``."""
     return Rows(GAPS.name, 1, {"kind": kind, "server": server, "seconds": seconds, "reason": reason, **more})

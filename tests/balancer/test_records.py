@@ -11,7 +11,7 @@ from dynamoth.errors import ConfigError
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import Assignment, Mode, Plan, Server
 from dynamoth.protocol.records import RecordedRows, unpack_rows
-from dynamoth.recording import NAME_CHARACTERS_MAX
+from dynamoth.recording import TEXT_CHARACTERS_MAX
 from dynamoth_balancer.admin.records import (
     ROWS_PER_MESSAGE_MAX,
     SETTINGS_REPEAT_S,
@@ -124,9 +124,9 @@ def test_a_successor_records_what_is_in_transition_and_no_outcome_of_its_predece
 
 def test_large_changes_and_long_texts_are_cut_to_what_readers_take() -> None:
     records = Records(1, BalancerOptions(), lambda server, now: None, deque())
-    names = [b"%d\xff" % number + b"x" * NAME_CHARACTERS_MAX for number in range(2 * ROWS_PER_MESSAGE_MAX + 1)]
+    names = [b"%d\xff" % number + b"x" * TEXT_CHARACTERS_MAX for number in range(2 * ROWS_PER_MESSAGE_MAX + 1)]
     plan = Plan.initial(SERVERS).begin(dict.fromkeys(names, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))))
-    records.on_plan(PlanChanged(plan, "\udcff" * NAME_CHARACTERS_MAX, tuple(names)))
+    records.on_plan(PlanChanged(plan, "\udcff" * TEXT_CHARACTERS_MAX, tuple(names)))
     sent = [unpack_rows(bytes(send.args[2])) for send in records.publish(["s1"])]  # type: ignore[arg-type]
     assert [len(message.rows) for message in sent] == [ROWS_PER_MESSAGE_MAX, ROWS_PER_MESSAGE_MAX, 1]
     assert records.publish(["s1"]) == [], "once"
@@ -149,7 +149,7 @@ def test_settings_that_are_in_force_are_recorded_without_credentials() -> None:
     rules = tuple(CompatibilityRule(b"%d\xff*" % number + b"x" * 200, "s1", plain=False) for number in range(64))
     plan = Plan.initial(SERVERS, 8, Compatibility(0, rules))
     described = describe_settings(BalancerOptions(), plan)
-    assert all(len(value) <= NAME_CHARACTERS_MAX for _, value in described)
+    assert all(len(value) <= TEXT_CHARACTERS_MAX for _, value in described)
     settings = read_settings([("a_newer_setting", "1"), *described])
     assert settings.options == BalancerOptions(virtual_nodes=8, compatibility=rules)
     assert settings.servers == {"s1": "redis://h:1/2", "s2": "unix:///path"}

@@ -42,7 +42,7 @@ def refusal(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ((*BALANCER, "--link-tls-ca-file", __file__), "the TLS files cannot be used"),
         (("status",), "which cluster? Give --url"),
         (("record", "--out", "x"), "which cluster? Give --url"),
-        (("record", "--url", "dynamoth://a"), "recorder.out: where to? Give --out"),
+        (("record", "--url", "dynamoth://a"), "recorder.out is not set: give --out"),
         (("record", "--url", "dynamoth://a", "--out", f"{__file__}/x"), "cannot be written (Not a directory)"),
         (("status", "--url", "http://a"), "the URL must begin with one of"),
         (("demo", "--players", "0"), "argument --players"),

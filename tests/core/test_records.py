@@ -11,7 +11,7 @@ from hypothesis import given
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.records import RECORD_CODE, ROWS_MAX, RecordedRows, pack_rows, unpack_rows
-from dynamoth.recording import NAME_CHARACTERS_MAX
+from dynamoth.recording import TEXT_CHARACTERS_MAX
 from tests.core.strategies import recorded_rows
 
 
@@ -43,7 +43,7 @@ def test_what_newer_software_adds_is_left_out() -> None:
         (1, 2, "plans", ["version"], [[2**63]]),
         (1, 2, "plans", ["version"], [[1]] * (ROWS_MAX + 1)),
         (1, 2, "plans", ["channel"], [[b"news"]]),
-        (1, 2, "plans", ["channel"], [["x" * (NAME_CHARACTERS_MAX + 1)]]),
+        (1, 2, "plans", ["channel"], [["x" * (TEXT_CHARACTERS_MAX + 1)]]),
         (1, 2, "plans", ["to_servers"], [["s1"]]),
         (1, 2, "decisions", ["ratio_before"], [[math.nan]]),
         (1, 2, "decisions", ["ratio_before"], [[True]]),

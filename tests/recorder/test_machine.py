@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dynamoth.globs import literal_glob
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL, probe_channel
 from dynamoth.plan.plan import Server
@@ -46,6 +47,11 @@ class Recorder(Subject):
         push = [b"pmessage", BALANCER_CHANNEL, BALANCER_CHANNEL, pack_report(report)]
         return only(Rows, self.tell(Pushed(server, [push])))
 
+    @property
+    def not_heard(self) -> dict[str, str]:
+        assert isinstance(self.machine, RecorderMachine)
+        return self.machine.not_heard
+
     def counted(self, name: str) -> int:
         assert isinstance(self.machine, RecorderMachine)
         return self.machine.counters[name]
@@ -67,11 +73,18 @@ def test_it_follows_the_servers_and_listens_to_reports_by_a_pattern_and_never_to
 
 def test_a_report_becomes_a_row_of_the_server_and_one_of_each_channel_and_of_the_others_together() -> None:
     recorder = Recorder().listening()
-    server, named, rest = recorder.report()
+    server, channels = recorder.report()
     assert server.table == "servers" and server.same["problems"] == ["kind: text"]
-    assert (named.table, named.count, named.columns["channel"]) == ("channels", 2, ["a", "\\xff"])
-    assert named.same == {"server": "s1", "incarnation": 5, "sequence": 1, "interval_s": 1.0, "channels": 1}
-    assert (rest.count, rest.same["channels"], rest.same["publications"], rest.columns) == (1, 9, 8, {})
+    assert (channels.table, channels.count) == ("channels", 3)
+    assert channels.same == {"server": "s1", "incarnation": 5, "sequence": 1, "interval_s": 1.0}
+    columns = {name: [*values] for name, values in channels.columns.items()}
+    assert columns["channel"] == ["a", "\\xff", None] and columns["channels"] == [1, 1, 9]
+    assert columns["publications"] == [1, 2, 8] and columns["publishers"] == [1, 1, None]
+    assert columns["publisher_ids"] == [b"", b"", None]
+    for report, rows in ((replace(REPORT, rest=ChannelSums()), 2), (replace(REPORT, columns=ChannelColumns()), 1)):
+        [_, channels] = rows_of_report(report)
+        assert {len(values) for values in channels.columns.values()} == {rows} == {channels.count}
+    assert len(rows_of_report(replace(REPORT, columns=ChannelColumns(), rest=ChannelSums()))) == 1
     assert recorder.report() == [] and recorder.counted("repeated") == 1
 
 
@@ -114,7 +127,48 @@ def test_gaps_name_what_the_recording_does_not_know() -> None:
     assert only(LinkChanged, recorder.up("s1")) == [LinkChanged("s1", None)]
     [away] = recorder.tell(Pushed("s1", [[b"subscribe", PROBES, 2]]))
     assert (away.same["kind"], away.same["seconds"], away.same["sequence"]) == ("recorder_away", 10.0, 1)
-    assert len(recorder.report(replace(REPORT, sequence=9))) == 3, "the absence has been recorded"
+    assert len(recorder.report(replace(REPORT, sequence=9))) == 2, "the absence has been recorded"
+
+
+def kinds(rows: list[Rows]) -> list[str]:
+    return [each.same["kind"] for each in rows if each.table == "gaps"]
+
+
+def test_the_time_between_an_agent_and_its_successor_is_a_gap() -> None:
+    recorder = Recorder().listening()
+    assert kinds(recorder.report()) == [], "nothing is known of the time before"
+    recorder.now += 4.0
+    restarted, *_ = recorder.report(replace(REPORT, incarnation=6, sequence=1))
+    expected = {"kind": "agent_restarted", "server": "s1", "incarnation": 6, "sequence": 1, "seconds": 3.0}
+    assert expected.items() <= restarted.same.items()
+    recorder.now += 1.4
+    assert kinds(recorder.report(replace(REPORT, incarnation=7))) == [], "a report may take that long"
+
+
+def test_an_agent_that_dies_blind_leaves_a_gap_since_it_saw_something() -> None:
+    recorder = Recorder().listening()
+    recorder.report()
+    for sequence in (2, 3):
+        recorder.now += 2.0
+        assert kinds(recorder.report(replace(REPORT, sequence=sequence, observing=False, blind_s=2.0))) == []
+    recorder.now += 1.0
+    restarted, *_ = recorder.report(replace(REPORT, incarnation=6, observing=False))
+    assert (restarted.same["kind"], restarted.same["seconds"]) == ("agent_restarted", 4.0)
+    recorder.now += 3.0
+    restarted, *_ = recorder.report(replace(REPORT, incarnation=7))
+    assert (restarted.same["kind"], restarted.same["seconds"]) == ("agent_restarted", 2.0), "no time twice"
+
+
+def test_an_agent_that_started_again_while_the_recorder_was_away_leaves_a_gap_only_after_that() -> None:
+    recorder = Recorder().listening()
+    recorder.report()
+    for incarnation, after_s, found in ((6, 1.0, []), (7, 4.0, ["agent_restarted"]), (7, 4.0, [])):
+        recorder.down("s1")
+        recorder.pass_time(10.0)
+        recorder.listening()
+        recorder.now += after_s
+        gaps = [rows for rows in recorder.report(replace(REPORT, incarnation=incarnation)) if rows.table == "gaps"]
+        assert kinds(gaps) == found and [rows.same["seconds"] for rows in gaps] == [3.0 for _ in found]
 
 
 def test_an_absence_begins_when_something_was_heard_last() -> None:
@@ -200,20 +254,75 @@ def test_reports_that_waited_for_the_recorder_have_the_times_at_which_they_were_
     [server, *_] = recorder.report(replace(REPORT, sequence=11, interval_s=60.0))
     assert server.age_s == 0, "its agent stood still"
     recorder.now += 60.0
-    assert recorder.report(replace(REPORT, incarnation=6))[0].age_s == 0, "nothing is known of a new agent"
+    assert recorder.report(replace(REPORT, incarnation=6))[-1].age_s == 0, "nothing is known of a new agent"
 
 
-def test_a_refusal_is_reported_once_and_asked_about_again() -> None:
+def test_reports_after_a_blind_time_or_another_interval_did_not_wait_for_the_recorder() -> None:
     recorder = Recorder().listening()
-    refusal = Replied("s1", "subscribe", ErrorReply("NOPERM"))
-    assert recorder.tell(refusal, refusal) == [Refused("s1", "NOPERM")]
-    assert isinstance(recorder.machine, RecorderMachine) and recorder.machine.not_heard == {"s1": "NOPERM"}
-    assert commands(recorder.pass_time(RESUBSCRIBE_S + 1.0), b"PSUBSCRIBE") == [(BALANCER_CHANNEL,)]
+    recorder.report()
+    recorder.now += 31.0
+    assert recorder.report(replace(REPORT, sequence=2, blind_s=30.0))[-1].age_s == 0, "the agent was blind"
+    recorder.now += 31.0
+    ages = [recorder.report(replace(REPORT, sequence=4))[-1].age_s]  # the one between was of a blind agent
+    for sequence in (5, 6):
+        recorder.now += 1.0
+        ages.append(recorder.report(replace(REPORT, sequence=sequence))[-1].age_s)
+    assert ages == [29.0, 0.0, 0.0], "one may be dated wrong, and not all from then on"
+
+
+AGENTS = literal_glob(BALANCER_CHANNEL)
+
+
+def refused(what: bytes, text: str = "NOPERM") -> Replied:
+    return Replied("s1", what, ErrorReply(text))
+
+
+def confirmed(*channels: bytes) -> Pushed:
+    return Pushed("s1", [[b"psubscribe" if channel == AGENTS else b"subscribe", channel, 1] for channel in channels])
+
+
+def test_a_refusal_is_reported_once_and_lasts_until_the_subscription_is_confirmed() -> None:
+    recorder = Recorder()
+    recorder.up("s1")
+    assert recorder.tell(refused(AGENTS), refused(RECORD_CHANNEL), confirmed(PROBES)) == [Refused("s1", "NOPERM")]
+    for _ in range(3):
+        again = recorder.pass_time(RESUBSCRIBE_S + 1.0)
+        assert commands(again, b"PSUBSCRIBE") == [(BALANCER_CHANNEL,)] and not commands(again, b"PUBLISH")
+        assert only(Refused, again) == [] and recorder.not_heard == {"s1": "NOPERM"}
+        assert recorder.tell(refused(AGENTS), confirmed(RECORD_CHANNEL, PROBES)) == []
+        assert recorder.not_heard == {"s1": "NOPERM"}
+    recorder.pass_time(RESUBSCRIBE_S)
+    [away] = recorder.tell(confirmed(AGENTS, RECORD_CHANNEL, PROBES))
+    assert isinstance(away, Rows) and (away.same["kind"], away.same["seconds"]) == ("recorder_away", 43.0)
+    assert recorder.not_heard == {} and recorder.counted("refused") == 5
+
+
+def test_a_refusal_is_reported_for_each_reason_and_connection() -> None:
+    recorder = Recorder().listening()
+    probe = refused(b"PUBLISH", "NOPERM for publish")
+    assert recorder.tell(probe, probe) == [Refused("s1", "NOPERM for publish")]
+    assert commands(recorder.pass_time(RESUBSCRIBE_S + 1.0), b"PSUBSCRIBE") == [], "probes ask by themselves"
+    recorder.tell(Replied("s1", b"PUBLISH", 1))
+    assert recorder.not_heard == {}
+    recorder.tell(probe)
+    recorder.down("s1")
+    recorder.up("s1")
+    assert recorder.tell(probe) == [Refused("s1", "NOPERM for publish")]
+
+
+def test_a_refused_sign_of_a_recorder_that_cannot_write_ends_with_it() -> None:
+    recorder = Recorder().listening()
+    recorder.tell(StoreChanged(True), refused(RECORDER_FAILING_CHANNEL))
+    assert recorder.not_heard == {"s1": "NOPERM"}
+    recorder.tell(StoreChanged(False), refused(RECORDER_FAILING_CHANNEL))
+    assert recorder.not_heard == {}
 
 
 def test_servers_show_that_the_recording_cannot_be_written() -> None:
     recorder = Recorder(*SERVERS[:2]).listening()
-    assert recorder.tell(StoreChanged(True)) == [Send("s1", (b"SUBSCRIBE", RECORDER_FAILING_CHANNEL))]
+    assert recorder.tell(StoreChanged(True)) == [
+        Send("s1", (b"SUBSCRIBE", RECORDER_FAILING_CHANNEL), RECORDER_FAILING_CHANNEL)
+    ]
     assert (RECORDER_FAILING_CHANNEL,) in commands(recorder.up("s2"), b"SUBSCRIBE")
     assert len(recorder.tell(StoreChanged(False))) == 2
 

@@ -8,7 +8,8 @@ from dynamoth.plan.plan import Server
 from dynamoth_recorder.events import Rows, ServersChanged
 from dynamoth_recorder.machine import RecorderMachine
 from dynamoth_recorder.process.backlog import BATCH_BYTES, Backlog
-from dynamoth_recorder.process.metrics import Recording, make_registry
+from dynamoth_recorder.process.metrics import make_registry
+from dynamoth_recorder.process.state import RecorderState
 from dynamoth_recorder.process.store import Store
 from dynamoth_recorder.process.tables import to_batch
 
@@ -23,7 +24,7 @@ def test_what_was_written_and_lost_is_counted_by_table(tmp_path: Path) -> None:
     for portion in backlog.take():
         store.write(portion)
     machine.handle(ServersChanged((Server("s1", "redis://a"),)), 0.0)
-    text = generate_latest(make_registry(Recording(store, backlog, machine, failure="full"))).decode()
+    text = generate_latest(make_registry(RecorderState(machine, backlog, store, failure="full"))).decode()
     store.close()
     for name, value in (
         ('rows_written_total{table="latency"}', 2 * kept),

@@ -11,13 +11,22 @@ import pytest
 
 from dynamoth.errors import ConfigError, MalformedMessage
 from dynamoth.plan.plan import Server
+from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report
 from dynamoth.recording import TABLES, VERSION, VERSION_KEY, Type
 from dynamoth_recorder.events import Rows
 from dynamoth_recorder.process import store as process_store
-from dynamoth_recorder.process.backlog import BATCH_BYTES, Backlog, Portion, folder_of
+from dynamoth_recorder.process.backlog import (
+    BATCH_BYTES,
+    COMBINED_BATCHES,
+    LARGE_ROWS,
+    Backlog,
+    Portion,
+    folder_of,
+)
 from dynamoth_recorder.process.runtime import RecorderConfig
 from dynamoth_recorder.process.store import FILES_PER_HOUR, DiskFull, Store
 from dynamoth_recorder.process.tables import SCHEMAS, arrow, parquet, to_batch
+from dynamoth_recorder.rows import rows_of_report
 
 A, B = "a" * 16, "b" * 16
 NOW = datetime(2026, 11, 23, 14, 30, tzinfo=UTC)
@@ -114,6 +123,37 @@ def test_a_merge_takes_no_more_files_than_it_has_memory_for(store: Store, monkey
     assert counts == [1000, 2000, 2000, 5000], "one that is too large alone is left, and two at a time are merged"
 
 
+def test_files_that_cannot_be_deleted_are_merged_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        store.write(portion(NOW - 2 * HOUR))
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "of another user", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(PermissionError):
+        store.upkeep(NOW)
+    store.upkeep(NOW)
+    assert rows_in(store) == 2 * 3, "each row twice, and not more from one upkeep to the next"
+
+
+def test_hours_and_files_that_do_not_exist_are_forgotten(store: Store) -> None:
+    with_bounds = Store(store.folder, B, keep_hours=24.0)
+    for age in (20, 2):
+        with_bounds.write(portion(NOW - age * HOUR))
+        with_bounds.write(portion(NOW - age * HOUR))
+        damaged = store.folder / "latency" / portion(NOW - age * HOUR).hour / f"{B}-{age:08d}.parquet"
+        damaged.write_bytes(b"")
+    remembered = "_merged_hours", "_left_alone"
+    with_bounds.upkeep(NOW)
+    with_bounds.upkeep(NOW)
+    assert [len(getattr(with_bounds, name)) for name in remembered] == [2, 0], "files of merged hours are forgotten"
+    with_bounds.upkeep(NOW + 23 * HOUR)
+    with_bounds.upkeep(NOW + 48 * HOUR)
+    with_bounds.close()
+    assert [len(getattr(with_bounds, name)) for name in remembered] == [0, 0] and files(store) == []
+
+
 def test_files_that_cannot_be_merged_do_not_keep_old_hours(store: Store) -> None:
     store.write(portion(NOW - 50 * HOUR))
     store.write(portion())
@@ -183,6 +223,9 @@ def test_old_hours_are_deleted_by_age_and_by_size_but_never_the_present_one(stor
     for age in ages:
         store.write(portion(NOW - age * HOUR, rows=1000))
     size = sum(path.stat().st_size for path in store.folder.rglob("*.parquet")) // len(ages)
+    no_hour = store.folder / "servers" / portion(NOW).hour
+    no_hour.parent.mkdir(parents=True)
+    no_hour.touch()
     for keep_hours, keep_bytes, left in ((24.0, 0, 3), (0.0, 2 * size + size // 2, 2), (0.0, 1, 1)):
         with_bounds = Store(store.folder, B, keep_hours, keep_bytes)
         with_bounds.upkeep(NOW)
@@ -234,15 +277,75 @@ def test_a_full_backlog_counts_what_it_refuses() -> None:
     assert backlog.lost == {"latency": 20} and backlog.size_bytes == two_bytes
 
 
+def sequences(portions: list[Portion]) -> list[int]:
+    return [row["sequence"] for each in portions for batch in each.batches for row in batch.to_pylist()]
+
+
+def test_rows_that_could_not_be_written_stay_before_newer_ones_and_only_the_newest_are_lost() -> None:
+    batches = [to_batch(Rows("servers", rows, {"sequence": number}), 0, A) for number, rows in enumerate([100, 1, 1])]
+    backlog = Backlog(sum(BATCH_BYTES + batch.nbytes for batch in batches[:2]))
+    backlog.add("servers", 0, batches[1])
+    taken = backlog.take()
+    backlog.add("servers", 0, batches[0])
+    backlog.add("servers", 0, batches[2])
+    backlog.give_back(taken)
+    backlog.add("servers", 0, batches[2])
+    assert backlog.lost == {"servers": 2}
+    assert sequences(backlog.take()) == [1] + [0] * 100, "in the order in which they came"
+
+
+def test_what_is_given_back_again_and_again_is_combined() -> None:
+    backlog = Backlog()
+    for number in range(3 * COMBINED_BATCHES):
+        backlog.add("servers", 0, to_batch(Rows("servers", 1, {"sequence": number}), 0, A))
+        backlog.give_back(backlog.take())
+    [portion] = backlog.take()
+    assert len(portion.batches) == 3 and sequences([portion]) == [*range(3 * COMBINED_BATCHES)]
+
+
+def report_of(names: int, rest: int, sequence: int) -> Report:
+    some, nobody = (1,) * names, (b"",) * names
+    columns = ChannelColumns(tuple(b"%d" % n for n in range(names)), some, some, some, some, some, some, nobody, nobody)
+    return Report(
+        server="s1",
+        incarnation=1,
+        sequence=sequence,
+        interval_s=1.0,
+        plan_version=0,
+        outgoing_bytes_per_s_max=1,
+        outgoing_bytes_per_s=0.0,
+        columns=columns,
+        rest=ChannelSums(channels=rest),
+    )
+
+
+def test_the_rows_of_a_report_are_next_to_each_other_in_the_file(store: Store) -> None:
+    backlog = Backlog()
+    sizes = [(LARGE_ROWS, 5), (0, 5), (3, 0), (LARGE_ROWS - 1, 9), (0, 0), (2 * LARGE_ROWS, 1)]
+    reports = [report_of(*sizes[number % len(sizes)], number) for number in range(3 * COMBINED_BATCHES)]
+    for number, report in enumerate(reports):
+        for rows in rows_of_report(report):
+            backlog.add(rows.table, 0, to_batch(rows, 0, A))
+        if number % 50 == 49:
+            backlog.give_back(backlog.take())
+    store.write_all(backlog.take())
+    store.write_all(backlog.take())
+    store.upkeep(NOW)
+    [path] = (store.folder / "channels").rglob("*.parquet")
+    read = parquet.ParquetFile(path).read()
+    expected = [each.sequence for each in reports for _ in range(len(each.columns) + bool(each.rest.channels))]
+    assert read["sequence"].to_pylist() == expected
+    rest = {number for number, name in zip(expected, read["channel"].to_pylist(), strict=True) if name is None}
+    assert rest == {each.sequence for each in reports if each.rest.channels}
+
+
 def test_what_waits_takes_as_much_memory_as_is_counted() -> None:
     backlog, rows = Backlog(), 5_050
     before = arrow.total_allocated_bytes()
     for number in range(rows):
         backlog.add("servers", 0, to_batch(Rows("servers", 1, {"sequence": number}), 0, A))
     assert arrow.total_allocated_bytes() - before < backlog.size_bytes < 2_000 * rows, "one row alone takes 10 kB"
-    assert [
-        row["sequence"] for portion in backlog.take() for batch in portion.batches for row in batch.to_pylist()
-    ] == [*range(rows)]
+    assert sequences(backlog.take()) == [*range(rows)]
 
 
 def test_one_hour_that_cannot_be_deleted_does_not_keep_the_others(store: Store, tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def by_channel(loads: DataFrame, slots: DataFrame) -> DataFrame:
     """Return one row per channel.
 
     ``slots`` counts the slots in which reports name the channel; rates refer to their time. ``p_ratio`` and
-    ``s_ratio`` are those of Algorithm 1 (Dynamoth, III-B.1): publications/s per subscriber, and subscribers per publication/s.
-    ``share`` is that of all bytes sent to subscribers, of the channels that reports do not name as well.
+    ``s_ratio`` are those of Algorithm 1 (Dynamoth, III-B.1): publications/s per subscriber, and subscribers per
+    publication/s. ``share`` is that of all bytes sent to subscribers, of the channels that reports do not name as well.
     ``churn_per_minute`` is the mean change of the number of subscribers: a lower bound of those who came and went.
     """
     before = Window.partitionBy("channel").orderBy("slot")

@@ -1,15 +1,15 @@
-"""Tells recorders what the balancer decides and changes: rows for the tables of ``dynamoth.recording``.
+"""Publishes the balancer's decisions and changes for recorders: rows of the tables of ``dynamoth.recording``.
 
 Theory of operation
 -------------------
 Rows are gathered while the machine handles an event, and published at the end of it, at every server whose link is up.
-Nobody answers, and nothing is kept for recorders that are not there. Of decisions, only those whose outcome has not
-been measured are remembered. So records cost a few microseconds per change of a channel, and stop nothing.
+Nobody answers, and nothing is kept for recorders that are away. Only decisions without a measured outcome are
+remembered. So records cost a few microseconds per change of a channel, and delay nothing.
 
-A decision comes with the reports that the balancer has heard and the changes that have settled since the one before,
-each with the time, so that a replay can be in the same state.
+A decision comes with the reports that the balancer has heard and the changes that have settled since the previous
+decision, each with its time. So a replay can be in the same state.
 
-The settings are repeated now and then, for recorders that come late.
+The settings are repeated every ``SETTINGS_REPEAT_S`` for recorders that start later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from dynamoth.names import RECORD_CHANNEL
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Assignment, Entry, Plan
 from dynamoth.protocol.records import RecordedRows, pack_rows
-from dynamoth.recording import DECISIONS, NAME_CHARACTERS_MAX, PLANS, SETTINGS, Table, channel_text
+from dynamoth.recording import (
+    DECISIONS,
+    PLANS,
+    SETTINGS,
+    TEXT_CHARACTERS_MAX,
+    DecisionKind,
+    Table,
+    channel_text,
+)
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import Ratios
 from dynamoth_balancer.events import Decided, PlanChanged
@@ -34,31 +42,37 @@ from dynamoth_balancer.install.hearing import HeardReport
 from dynamoth_balancer.options import BalancerOptions
 
 SETTINGS_REPEAT_S = 10.0
-"""A recorder that comes late has them after this time: 1 KB per server."""
+"""A recorder that starts later gets the settings within this time. They take 1 KB per server."""
 
 SETTLED_MAX = 1000
-"""Bound of the settled changes that a decision names."""
+"""Most settled changes that a decision names; the oldest are left out."""
 
 OUTCOMES_MAX = 100
-"""Bound of the decisions whose outcome is awaited; the oldest are forgotten."""
+"""Most decisions without a measured outcome; the oldest are forgotten."""
 
 ROWS_PER_MESSAGE_MAX = 1000
-"""Rows of one message: some 200 KB, far below ``ROWS_MAX`` and what Redis buffers for a subscriber."""
+"""Most rows of one message: some 200 KB, far below ``ROWS_MAX`` and the output buffer of a subscriber in Redis."""
 
-_ADDED = 5
-"""The first columns of these tables, which recorders fill: time, recorder, balancer, number and line."""
+_OF_RECORDER = frozenset(("at", "recorder", "balancer", "number", "line"))
+"""Columns that recorders fill, from the head of the message and their own clock."""
+
+_COLUMNS = {
+    table.name: tuple(column.name for column in table.columns if column.name not in _OF_RECORDER)
+    for table in (PLANS, DECISIONS, SETTINGS)
+}
+"""The columns of a message, by table."""
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """A decision whose effect has not been measured."""
+    """A decision whose outcome has not been measured."""
 
     decision: int
-    #: Of each server that it touches: before its first move, and as predicted after its last.
+    #: Load ratios of each server that it touches: before the first move, and predicted after the last one.
     ratios: Mapping[str, Ratios]
     #: Its channels that have not settled.
     unsettled: set[bytes]
-    #: When to measure; None while channels have not settled.
+    #: When to measure; None while some channels have not settled.
     due: float | None = None
 
 
@@ -66,10 +80,10 @@ class Records:
     """Gathers the rows of one balancer process.
 
     Args:
-        incarnation: that of the balancer.
-        options: those of the balancer.
-        load_ratio: returns the present load ratio of a server, None where it is not known.
-        reports: what was heard since the last decision; each decision empties it.
+        incarnation: of the balancer.
+        options: of the balancer.
+        load_ratio: returns the load ratio of a server at a time, or None if it is not known.
+        reports: the reports heard since the last decision. Each decision empties it.
 
     """
 
@@ -88,9 +102,9 @@ class Records:
         self._settled: deque[tuple[float, bytes]] = deque(maxlen=SETTLED_MAX)
         #: The latest plan of this process; None before its first term.
         self._plan: Plan | None = None
-        #: By table, the rows that are not published yet.
+        #: Rows that are not published yet, by table.
         self._rows: dict[str, list[tuple[Any, ...]]] = {}
-        #: How many messages were published.
+        #: The number of the latest message.
         self._number = 0
         self._outcomes: deque[_Outcome] = deque(maxlen=OUTCOMES_MAX)
         self._settings_at = 0.0
@@ -106,7 +120,7 @@ class Records:
         self._settled.clear()
 
     def on_plan(self, change: PlanChanged) -> None:
-        """Record the entries that a version of the plan has changed."""
+        """Record the entries that changed in a version of the plan."""
         old, self._plan = self._plan, change.plan
         for channel in change.channels:
             entry = change.plan.entries[channel]
@@ -122,10 +136,10 @@ class Records:
 
     def on_pause(self, paused: bool, now: float) -> None:
         """Record that an administrator has paused the balancer, or resumed it."""
-        self._add(DECISIONS, kind="paused" if paused else "resumed", **self._state(now))
+        self._add(DECISIONS, kind=DecisionKind.PAUSED if paused else DecisionKind.RESUMED, **self._state(now))
 
     def _state(self, now: float) -> dict[str, Any]:
-        """Return what has changed the state of the balancer since the last decision."""
+        """Return the reports and settled changes since the last call, and the time."""
         reports = tuple(f"{each.server} {each.incarnation} {each.sequence} {each.at!r}" for each in self._reports)
         settled = tuple(f"{at!r} {channel_text(channel)}" for at, channel in self._settled)
         self._reports.clear()
@@ -133,12 +147,12 @@ class Records:
         return {"clock_s": now, "reports": reports, "settled": settled}
 
     def on_decision(self, decided: Decided, now: float) -> None:
-        """Record the moves and findings of a decision; await its outcome if it is carried out."""
+        """Record the moves and findings of a decision. If its moves begin, their outcome will be measured."""
         number, moves = decided.number, decided.decision.moves
         state = self._state(now)
         touched: dict[str, Ratios] = {}
         for move in moves:
-            row = {"decision": number, "kind": "move", "goal": move.goal, "reason": move.reason}
+            row = {"decision": number, "kind": DecisionKind.MOVE, "goal": move.goal, "reason": move.reason}
             places = {"channel": channel_text(move.channel), **_assignments(move.before, move.after)}
             for server, ratios in move.ratios.items():
                 touched[server] = Ratios(touched.get(server, ratios).before, ratios.after)
@@ -149,17 +163,23 @@ class Records:
             channel = None if finding.channel is None else channel_text(finding.channel)
             places = {"channel": channel, "server": finding.server, "ratio_before": finding.load_ratio}
             self._add(
-                DECISIONS, decision=number, kind="finding", goal=finding.goal, reason=finding.reason, **places, **state
+                DECISIONS,
+                decision=number,
+                kind=DecisionKind.FINDING,
+                goal=finding.goal,
+                reason=finding.reason,
+                **places,
+                **state,
             )
             state = {}
         if decided.refused:
             reason = f"the moves cannot be carried out now: {decided.refused}"
-            self._add(DECISIONS, decision=number, kind="finding", reason=reason)
+            self._add(DECISIONS, decision=number, kind=DecisionKind.FINDING, reason=reason)
         elif moves:
             self._outcomes.append(_Outcome(number, touched, {move.channel for move in moves}))
 
     def on_settled(self, channels: Iterable[bytes], now: float) -> None:
-        """Measure the outcome of decisions that have settled with these channels, in ``averaging_s``."""
+        """Note settled changes. A decision whose last change this was is measured ``averaging_s`` later."""
         settled = frozenset(channels)
         self._settled.extend((now, channel) for channel in settled)
         for outcome in self._outcomes:
@@ -175,7 +195,7 @@ class Records:
                 self._add(
                     DECISIONS,
                     decision=outcome.decision,
-                    kind="outcome",
+                    kind=DecisionKind.OUTCOME,
                     server=server,
                     ratio_before=ratios.before,
                     ratio_predicted=ratios.after,
@@ -187,7 +207,7 @@ class Records:
                 self._add(SETTINGS, name=name, value=value)
 
     def publish(self, servers: Iterable[str]) -> list[Send]:
-        """Return the messages with the rows since the last call, to each of ``servers``."""
+        """Return the messages with the rows since the last call, once for each of ``servers``."""
         if not self._rows:
             return []
         tables, self._rows = self._rows, {}
@@ -207,19 +227,14 @@ class Records:
         self._rows.setdefault(table.name, []).append(row)
 
 
-_COLUMNS = {
-    table.name: tuple(column.name for column in table.columns[_ADDED:]) for table in (PLANS, DECISIONS, SETTINGS)
-}
-
-
 def _cell(value: Any) -> Any:
-    """Return a value as a message can carry it."""
+    """Return a value that a message can carry: texts and lists are cut, and lone surrogates escaped."""
     if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()[:NAME_CHARACTERS_MAX]
+        return value.encode(errors="backslashreplace").decode()[:TEXT_CHARACTERS_MAX]
     if not isinstance(value, tuple):
         return value
     texts = cast("tuple[str, ...]", value)
-    return [_cell(text) for text in texts[:NAME_CHARACTERS_MAX]]
+    return [_cell(text) for text in texts[:TEXT_CHARACTERS_MAX]]
 
 
 def _assignments(before: Assignment | None, after: Assignment) -> dict[str, Any]:
@@ -232,7 +247,7 @@ def _assignments(before: Assignment | None, after: Assignment) -> dict[str, Any]
 
 
 def _before(entry: Entry, old: Entry | None) -> Assignment | None:
-    """Return the assignment that an entry replaces, by itself or by the entry before it; None where both do not say."""
+    """Return the assignment that an entry replaces, by its own routes or those of ``old``; None if it is not known."""
     routes = (*reversed(entry.previous), *(() if old is None else old.live_routes))
     return next((route.assignment for route in routes if route.epoch < entry.route.epoch), None)
 
@@ -242,9 +257,9 @@ def _before(entry: Entry, old: Entry | None) -> Assignment | None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSettings:
-    """The settings under which a balancer led: enough to run its machine again.
+    """The settings of a balancer while it led: enough to run its machine again.
 
-    ``servers``: ids and URLs, without credentials. ``ring``: the ids of the servers that share the unnamed channels.
+    ``servers``: URLs by id, without credentials. ``ring``: ids of the servers that share the channels without an entry.
     """
 
     options: BalancerOptions
@@ -255,7 +270,7 @@ class RecordedSettings:
 def describe_settings(options: BalancerOptions, plan: Plan) -> list[tuple[str, str]]:
     """Return options, servers and ring as rows of names and JSON; a long value is continued in the next row.
 
-    ``virtual_nodes`` and ``compatibility`` are those that the plan has.
+    ``virtual_nodes`` and ``compatibility`` are those of the plan.
     """
     in_force = replace(options, virtual_nodes=plan.virtual_nodes, compatibility=plan.compatibility.rules)
     values: dict[str, Any] = {item.name: getattr(in_force, item.name) for item in fields(BalancerOptions)}
@@ -269,13 +284,13 @@ def describe_settings(options: BalancerOptions, plan: Plan) -> list[tuple[str, s
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
         text = json.dumps(value)
-        step = NAME_CHARACTERS_MAX
+        step = TEXT_CHARACTERS_MAX
         rows += [(name, text[start : start + step]) for start in range(0, len(text), step)]
     return rows
 
 
 def read_settings(rows: Iterable[tuple[str, str]]) -> RecordedSettings:
-    """Read what ``describe_settings`` has returned, in that order: names that are not known are left out.
+    """Read the rows that ``describe_settings`` has returned, in their order. Unknown names are left out.
 
     Raises:
         ConfigError: a value cannot be read, or is out of range.

@@ -1,4 +1,4 @@
-"""Rows that are not on disk yet: gathered by table and hour, bounded in bytes."""
+"""Holds rows until they are on disk, by table and hour. Bounded in bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 from dynamoth_recorder.process.tables import arrow
 
 BACKLOG_BYTES_MAX = 256 * 1024 * 1024
-"""Rows beyond this are lost. At 100,000 rows of ``channels`` per second, 20 s of a full disk."""
+"""Rows beyond this are lost. With 100,000 rows of ``channels`` per second, a disk may be full for 20 s."""
 
 BATCH_BYTES = 10_000
-"""What a batch takes besides its values, by measurement: most batches of the table ``servers`` have one row."""
+"""Memory of a batch besides its values, as measured: most batches of the table ``servers`` have one row."""
 
-COMBINED = 100
-"""So many batches become one; larger ones stay as they are."""
+LARGE_ROWS = 100
+"""Batches with this many rows stay as they are; smaller ones are combined."""
+
+COMBINED_BATCHES = 100
+"""This many small batches in a row become one, so that few of them take ``BATCH_BYTES`` for a few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,65 +33,76 @@ class Portion:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return sum(batch.num_rows for batch in self.batches)
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """Batches of one table and hour."""
+    """Batches of one table and hour, in the order in which they came."""
 
-    large: list[Any] = field(default_factory=list[Any])
-    #: Fewer than ``COMBINED``.
-    small: list[Any] = field(default_factory=list[Any])
+    batches: list[Any] = field(default_factory=list[Any])
+    #: How many of the last ones are small; fewer than ``COMBINED_BATCHES``.
+    small: int = 0
+
+    def add(self, batch: Any) -> int:
+        """Add a batch; return by how many bytes the size changes. A batch is never divided: its rows stay together."""
+        self.batches.append(batch)
+        self.small = self.small + 1 if batch.num_rows < LARGE_ROWS else 0
+        if self.small < COMBINED_BATCHES:
+            return _size(batch)
+        small = self.batches[-COMBINED_BATCHES:]
+        combined = arrow.Table.from_batches(small).combine_chunks().to_batches()
+        self.batches[-COMBINED_BATCHES:] = combined
+        self.small = 0
+        return _size(batch) + sum(map(_size, combined)) - sum(map(_size, small))
 
 
 class Backlog:
-    """First in, first out; a full one refuses the newest."""
+    """First in, first out. A full one refuses the newest rows.
+
+    Rows that were added together are next to each other in a portion.
+    """
 
     def __init__(self, bytes_max: int = BACKLOG_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._gathered: defaultdict[tuple[str, str], _Gathered] = defaultdict(_Gathered)
-        #: Bytes of all rows that are here.
+        #: Bytes of the rows that were not taken.
         self.size_bytes = 0
-        #: Of those that were taken and are being written.
+        #: Bytes of the rows that were taken and are being written.
         self._taken_bytes = 0
-        #: Rows that there was no room for, by table.
+        #: Rows that did not fit, by table.
         self.lost: Counter[str] = Counter()
 
     def add(self, table: str, at_us: int, batch: Any) -> None:
-        """Add rows, or count them as lost."""
-        self._add(table, folder_of(at_us), batch)
+        """Add rows, or count them as lost. ``at_us``: microseconds since 1970."""
+        if self._taken_bytes + self.size_bytes + _size(batch) > self._bytes_max:
+            self.lost[table] += batch.num_rows
+        else:
+            self._add(table, folder_of(at_us), batch)
 
     def take(self) -> list[Portion]:
-        """Take everything. It counts until :meth:`give_back`."""
-        portions = [Portion(*key, (*each.large, *each.small)) for key, each in self._gathered.items()]
-        self._gathered.clear()
-        self._taken_bytes, self.size_bytes = self.size_bytes, 0
-        return portions
+        """Take everything. It counts toward the bound until :meth:`give_back`."""
+        self._taken_bytes = self.size_bytes
+        return self._take()
 
     def give_back(self, portions: list[Portion]) -> None:
-        """Put back what could not be written of what was taken."""
+        """Put back, as the oldest, the portions that could not be written. Nothing of them is lost."""
         self._taken_bytes = 0
-        for portion in portions:
+        if not portions:
+            return
+        for portion in (*portions, *self._take()):
             for batch in portion.batches:
                 self._add(portion.table, portion.hour, batch)
 
+    def _take(self) -> list[Portion]:
+        portions = [Portion(*key, tuple(each.batches)) for key, each in self._gathered.items()]
+        self._gathered.clear()
+        self.size_bytes = 0
+        return portions
+
     def _add(self, table: str, hour: str, batch: Any) -> None:
-        if self._taken_bytes + self.size_bytes + _size(batch) > self._bytes_max:
-            self.lost[table] += batch.num_rows
-            return
-        self.size_bytes += _size(batch)
-        gathered = self._gathered[table, hour]
-        if batch.num_rows >= COMBINED:
-            gathered.large.append(batch)
-            return
-        gathered.small.append(batch)
-        if len(gathered.small) == COMBINED:
-            combined = arrow.Table.from_batches(gathered.small).combine_chunks().to_batches()
-            self.size_bytes += sum(map(_size, combined)) - sum(map(_size, gathered.small))
-            gathered.large += combined
-            gathered.small = []
+        self.size_bytes += self._gathered[table, hour].add(batch)
 
 
 def _size(batch: Any) -> int:
@@ -96,5 +110,5 @@ def _size(batch: Any) -> int:
 
 
 def folder_of(at_us: int) -> str:
-    """Return the folder of an hour, inside that of a table."""
+    """Return the folder of an hour, inside the folder of a table. ``at_us``: microseconds since 1970."""
     return datetime.fromtimestamp(at_us / 1e6, UTC).strftime("date=%Y-%m-%d/hour=%H")

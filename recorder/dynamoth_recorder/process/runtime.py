@@ -27,32 +27,36 @@ from dynamoth_link.options import LinkOptions
 from dynamoth_recorder.events import LinkChanged, RecorderNews, Refused, Rows, ServersChanged, StoreChanged
 from dynamoth_recorder.machine import RecorderMachine
 from dynamoth_recorder.process.backlog import Backlog
-from dynamoth_recorder.process.metrics import Recording, make_registry
+from dynamoth_recorder.process.metrics import make_registry
+from dynamoth_recorder.process.state import RecorderState
 from dynamoth_recorder.process.store import Store
 from dynamoth_recorder.process.tables import to_batch
 
 FLUSH_S = 5.0
-"""Rows go to disk this often: a crash loses no more, and the time that it takes to write them."""
+"""Rows are written this often. A crash loses at most this time plus that of one write."""
 
 LARGE_BYTES = 32 * 1024 * 1024
-"""Rows go to disk earlier when there is this much."""
+"""Rows are written earlier when there are more bytes than this."""
 
 UPKEEP_S = 30.0
+"""Old hours are deleted and small files merged this often."""
 
 SEARCH_S = 1.0
+"""The servers of the cluster are read this often while they are not known."""
+
 REFRESH_S = 10.0
-"""How often the servers of the cluster are asked for: until they are known, and afterwards, as some may be added."""
+"""The servers of the cluster are read this often once they are known, as they may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecorderConfig(RecorderSettings):
     """The configuration of a recorder process.
 
-    ``find_servers``: returns the servers of the cluster; raises DynamothError while they are not known.
+    ``find_servers``: reads the servers of the cluster; raises DynamothError if that fails.
     ``link``: credentials, TLS and timeouts of all links.
 
     Raises:
-        ConfigError: ``out`` is missing, or a file.
+        ConfigError: ``out`` is not set, or is a file.
 
     """
 
@@ -60,9 +64,9 @@ class RecorderConfig(RecorderSettings):
     link: LinkOptions = field(default_factory=LinkOptions)
 
     def __post_init__(self) -> None:
-        """Check the folder's name."""
+        """Check the folder."""
         if not self.out:
-            raise ConfigError("recorder.out: where to? Give --out with the folder of the recording")
+            raise ConfigError("recorder.out is not set: give --out with the folder of the recording")
         if Path(self.out).is_file():
             raise ConfigError(f"recorder.out: {self.out} is a file: give the folder of a recording, or a new one")
 
@@ -70,10 +74,11 @@ class RecorderConfig(RecorderSettings):
 async def run_recorder(config: RecorderConfig, stop: asyncio.Event | None = None) -> int:
     """Record until ``stop``, SIGTERM or SIGINT; return the exit code of the process.
 
-    Waits for servers that are down, and for a cluster that has no plan yet. A disk that is full does not end it.
+    Waits for servers that are down, and for a cluster that has no plan yet. A full disk does not end it.
 
     Raises:
-        ConfigError: the folder cannot be written, or the HTTP port cannot be listened at.
+        ConfigError: the folder cannot be written, or the HTTP port is not free.
+        DiskFull: the disk of the folder is full at the start.
 
     """
     recorder = secrets.randbits(INCARNATION_BITS)
@@ -87,26 +92,25 @@ async def run_recorder(config: RecorderConfig, stop: asyncio.Event | None = None
 def run(config: RecorderConfig) -> int:
     """Run a recorder in an event loop of its own; see :func:`run_recorder`.
 
-    In that of asyncio: the clock of uvloop has steps of a millisecond, and a probe takes less.
+    Uses asyncio's loop: uvloop's clock has steps of 1 ms, too coarse for probes.
     """
     return asyncio.run(run_recorder(config))
 
 
 class _RecorderProcess(DaemonProcess[RecorderNews]):
-    """One recorder process. Rows are gathered in the event loop, and written in a thread; another one merges files."""
+    """One recorder process. The event loop gathers rows, one thread writes them, and another one merges files."""
 
     def __init__(self, config: RecorderConfig, machine: RecorderMachine, store: Store, stop: asyncio.Event) -> None:
         self._config = config
         self._machine = machine
         self._store = store
         super().__init__("recorder", machine, config, config.link, stop, recorder=store.recorder)
-        self._recording = Recording(store, Backlog(), machine)
-        #: Set when there is much to write.
+        self._state = RecorderState(machine, Backlog(), store)
+        #: Set when there are more than ``LARGE_BYTES`` to write.
         self._is_large = asyncio.Event()
         #: Held while rows are written.
         self._writing = asyncio.Lock()
         self._threads = ThreadPoolExecutor(2, "recording")
-        self._waits_for = ""
         #: Writes the last rows.
         self._finishing: asyncio.Task[None] | None = None
 
@@ -124,26 +128,26 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
 
     def registry(self) -> CollectorRegistry:
         """Return the metrics of the recorder."""
-        return make_registry(self._recording)
+        return make_registry(self._state)
 
     def plan_version(self) -> int | None:
         """Return None: a recorder acts on no plan."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return where the recording is."""
+        """Return the folder of the recording."""
         return {"folder": str(self._store.folder)}
 
     def why_not_ready(self) -> str | None:
         """Return why the recorder does not record everything now."""
-        if self._recording.failure:
-            return f"the recording cannot be written: {self._recording.failure}"
+        if self._state.failure:
+            return f"the recording cannot be written: {self._state.failure}"
         if not self._machine.servers_known:
-            return self._waits_for or "the servers of the cluster are not known yet"
+            return self._state.unreadable or "the servers of the cluster are not known yet"
         return "\n".join(f"{server}: {reason}" for server, reason in self._machine.not_heard.items()) or None
 
     def execute(self, action: RecorderNews) -> None:
-        """Gather rows, log all else."""
+        """Gather rows and log the rest."""
         match action:
             case Rows():
                 self._gather(action)
@@ -158,21 +162,21 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
                 assert_never(action)
 
     def shut_down(self) -> None:
-        """Write what is left, then end."""
+        """Write the last rows, then end."""
         self._finishing = self._background(self._finish())
 
     def _gather(self, rows: Rows) -> None:
         if self._finishing is not None:
-            return  # what comes now is after the end of the recording
+            return  # the recording has ended
         at_us = time.time_ns() // 1000 - round(rows.age_s * 1e6)
         try:
             batch = to_batch(rows, at_us, self._store.recorder)
         except MalformedMessage:
             self._machine.counters["malformed"] += 1
             return
-        backlog = self._recording.backlog
+        backlog = self._state.backlog
         backlog.add(rows.table, at_us, batch)
-        if backlog.size_bytes > LARGE_BYTES and not self._recording.failure:
+        if backlog.size_bytes > LARGE_BYTES and not self._state.failure:
             self._is_large.set()
 
     def _background(self, work: Any) -> asyncio.Task[None]:
@@ -188,17 +192,30 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
     # The cluster.
 
     async def _follow_cluster(self) -> None:
-        """Look for the servers of the cluster, again and again."""
+        """Read the servers of the cluster again and again."""
         while True:
             try:
                 servers = await self._config.find_servers()
             except DynamothError as error:
-                if not self._machine.servers_known and self._waits_for != str(error):
-                    self._waits_for = str(error)
-                    self._log.write(logging.WARNING, "waiting for the cluster", str(error))
+                self._report_cluster(str(error))
             else:
+                self._report_cluster("")
                 self._driver.handle(ServersChanged(servers))
             await asyncio.sleep(REFRESH_S if self._machine.servers_known else SEARCH_S)
+
+    def _report_cluster(self, failure: str) -> None:
+        """Log why the servers cannot be read, each reason once in a row, and when they can be read again."""
+        before, self._state.unreadable = self._state.unreadable, failure
+        if failure == before:
+            return
+        if not self._machine.servers_known:
+            if failure:
+                self._log.write(logging.WARNING, "waiting for the cluster", failure)
+        elif failure:
+            message = "the servers of the cluster cannot be read; recording at those known before"
+            self._log.write(logging.WARNING, message, failure)
+        else:
+            self._log.write(logging.INFO, "the servers of the cluster are read again")
 
     # The disk.
 
@@ -211,35 +228,35 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
             await self._write()
 
     async def _write(self) -> None:
-        """Write everything that was gathered; keep what cannot be written."""
+        """Write all gathered rows, and keep those that cannot be written."""
         async with self._writing:
-            portions = self._recording.backlog.take()
+            portions = self._state.backlog.take()
             left, failure = await self._loop.run_in_executor(self._threads, self._store.write_all, portions)
-            self._recording.backlog.give_back(left)
+            self._state.backlog.give_back(left)
             if portions:
                 self._report_writing(failure)
 
     def _report_writing(self, failure: str) -> None:
-        recording = self._recording
+        state = self._state
         if not failure:
-            recording.last_write = time.time()
-        if failure == recording.failure:
+            state.last_write = time.time()
+        if failure == state.failure:
             return
-        was_failing, recording.failure = bool(recording.failure), failure
+        was_failing, state.failure = bool(state.failure), failure
         if failure:
             message = "the recording cannot be written: make room, or correct the folder; rows are kept meanwhile"
             self._log.write(logging.ERROR, message, failure, folder=str(self._store.folder))
         else:
-            lost = Counter(recording.backlog.lost).total()
+            lost = Counter(state.backlog.lost).total()
             self._log.write(logging.INFO, "the recording is written again", rows_lost=lost)
         if was_failing != bool(failure):
             self._driver.handle(StoreChanged(bool(failure)))
 
     async def _keep_tidy(self) -> None:
-        """Merge small files, unless the disk is full, and delete old ones, again and again."""
+        """Delete old hours and, if rows can be written, merge small files, again and again."""
         while True:
             await asyncio.sleep(UPKEEP_S)
-            upkeep = partial(self._store.upkeep, datetime.now(UTC), merge=not self._recording.failure)
+            upkeep = partial(self._store.upkeep, datetime.now(UTC), merge=not self._state.failure)
             try:
                 await self._loop.run_in_executor(self._threads, upkeep)
             except OSError as error:
@@ -247,7 +264,7 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
 
     async def _finish(self) -> None:
         await self._write()
-        backlog = self._recording.backlog
+        backlog = self._state.backlog
         for portion in backlog.take():
             backlog.lost[portion.table] += portion.rows
         if lost := Counter(backlog.lost).total():

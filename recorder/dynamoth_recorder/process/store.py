@@ -1,14 +1,14 @@
-"""Writes a recording to disk: Parquet files that are complete when they appear.
+"""Writes a recording to disk, as Parquet files that are complete when they appear.
 
 Theory of operation
 -------------------
-A file is written under a hidden name, forced to disk and then renamed, so a reader and a crash see all of it or
-nothing. Its name begins with the id of the recorder, which no other process has. A lock on ``.recorder-<id>.lock``
-shows that the recorder lives: the system releases it however the process ends. Hidden files of dead recorders are
-removed, and their small files merged, by whoever comes across them.
+A file is written under a hidden name, forced to disk and then renamed. So readers see all of it or nothing, also after
+a crash. Its name begins with the id of the recorder, which no other process has. A lock on ``.recorder-<id>.lock``
+shows that the recorder lives: the system releases it however the process ends. The next recorder that finds them
+removes hidden files of dead recorders and merges their small files.
 
-Small files of an hour are merged: the result appears before its parts are deleted, so a crash between leaves rows
-twice, and never loses any. Rows have keys by which jobs drop copies.
+Small files of an hour are merged. The result appears before its parts are deleted, so a crash between the two leaves
+rows twice and loses none. Rows have keys by which jobs drop copies.
 
 All methods block, so they run in threads: writing in one, upkeep in another, so that rows never wait for a merge.
 Upkeep touches complete files only.
@@ -43,25 +43,25 @@ SMALL_ROWS = 500_000
 MERGED_BYTES_MAX = 2 * SMALL_BYTES
 MERGED_ROWS_MAX = 2 * SMALL_ROWS
 MERGED_MEMORY_BYTES_MAX = 256 * 1024 * 1024
-"""Bounds of the files of one merge. All of it is in memory, twice at its end. A row of ``channels`` takes some 130
-bytes there, and more with long names, which take next to nothing on disk."""
+"""Bounds of one merge. All rows are in memory, and twice at its end. A row of ``channels`` takes some 130 bytes of
+memory. Long names take more, although they are compressed to nearly nothing on disk."""
 
 FILES_PER_HOUR = 60
-"""Once the present hour has this many small files of a table, they are merged; those of an hour that is over, always.
-At a file per 5 s this is 5 minutes."""
+"""Small files of the present hour are merged once a table has this many, every 5 minutes at one file per 5 s. Those of
+an hour that is over are merged at once."""
 
 OVER_AFTER = timedelta(minutes=1)
-"""An hour is over this long after its end: late rows have been written."""
+"""An hour is over this long after its end, when late rows have been written."""
 
 MERGING_S_MAX = 2.0
-"""No merge of an upkeep begins later than this: a recorder that is stopped waits for the last one."""
+"""An upkeep begins no merge after this time. A recorder that is stopped waits for the merge that has begun."""
 
 _HOUR = re.compile(r"date=(\d{4}-\d\d-\d\d)/hour=(\d\d)")
 _FILE = re.compile(r"\.?([0-9a-f]{16})-\d+\.(?:parquet|tmp)")
 
 
 class DiskFull(DynamothError):
-    """Raised when a recorder cannot begin, as its disk is full."""
+    """Raised when a recorder cannot start because its disk is full."""
 
     code = "disk-full"
 
@@ -82,14 +82,14 @@ class Store:
     """The recording in a folder, as one recorder writes it.
 
     Args:
-        folder: made if it is not there. Other recorders may write to it, too.
-        recorder: 16 hexadecimal digits that no other recorder has.
-        keep_hours: older hours are deleted; 0: none.
-        keep_bytes_max: while there is more, the oldest hour is deleted, but not the present one; 0: none.
+        folder: created if it does not exist. Other recorders may write to it, too.
+        recorder: id, 16 hexadecimal digits that no other recorder has.
+        keep_hours: older hours are deleted. 0: no limit.
+        keep_bytes_max: while there are more bytes, the oldest hour is deleted, but never the present one. 0: no limit.
 
     Raises:
-        ConfigError: nothing can be written there.
-        DiskFull: nothing can be written there now.
+        ConfigError: the folder cannot be written.
+        DiskFull: the folder cannot be written, but only because its disk is full.
 
     """
 
@@ -99,9 +99,11 @@ class Store:
         self._keep_hours = keep_hours
         self._keep_bytes_max = keep_bytes_max
         self._numbers = count(1)
-        #: Hours with nothing left to merge, and files that are not merged: large, damaged, of another version.
+        #: Hours that are over and have nothing left to merge. Hours that no longer exist are removed.
         self._merged_hours: set[Path] = set()
+        #: Files of other hours that are not merged: large, damaged, of another version, or impossible to delete.
         self._left_alone: set[Path] = set()
+        #: By table, without merges.
         self.rows_written: Counter[str] = Counter()
         self.bytes_written = 0
         self.files_written = 0
@@ -123,7 +125,10 @@ class Store:
         self._lock.close()
 
     def write_all(self, portions: Sequence[Portion]) -> tuple[list[Portion], str]:
-        """Write a file for each. Returns those that could not be written, and why: tables may be on different disks."""
+        """Write a file for each portion. Return the portions that could not be written, and why.
+
+        It tries all of them, as tables may be on different disks.
+        """
         left: list[Portion] = []
         failure = ""
         for portion in portions:
@@ -135,7 +140,7 @@ class Store:
         return left, failure
 
     def write(self, portion: Portion) -> None:
-        """Write a file. Raises OSError; then nothing of it is left."""
+        """Write a file. Raises OSError, and then leaves nothing of it."""
         table = arrow.Table.from_batches(portion.batches, SCHEMAS[portion.table]).combine_chunks()
         size = self._write_file(self.folder / portion.table / portion.hour, table)
         self.rows_written[portion.table] += table.num_rows
@@ -164,7 +169,7 @@ class Store:
     # Upkeep.
 
     def upkeep(self, now: datetime, *, merge: bool = True) -> None:
-        """Delete what is too old or too much, and merge small files. Raises OSError."""
+        """Delete old hours and merge small files, both as far as possible. Raises OSError."""
         try:
             self._delete_old(now)
         finally:
@@ -176,12 +181,12 @@ class Store:
         with _opened_for_lock(self.folder / MERGING_LOCK) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another recorder does it
+            except BlockingIOError:
                 return
             self._merge(now)
 
     def _delete_old(self, now: datetime) -> None:
-        """Delete hours, the oldest first. Raises OSError when one cannot be deleted, after all others."""
+        """Delete hours, the oldest first. If some cannot be deleted, raises OSError after all others are."""
         failures: list[OSError] = []
         by_begin: defaultdict[datetime, list[_Hour]] = defaultdict(list)
         for hour in self._hours():
@@ -191,18 +196,21 @@ class Store:
             oldest = now - timedelta(hours=1 + self._keep_hours)
             while past and past[0] < oldest:
                 failures += _delete(by_begin.pop(past.pop(0)))
-        sizes = {begin: sum(map(_size_of, hours)) for begin, hours in by_begin.items()}
-        total = sum(sizes.values())
-        while self._keep_bytes_max and past and total > self._keep_bytes_max:
-            begin = past.pop(0)
-            total -= sizes[begin]
-            failures += _delete(by_begin[begin])
+        if self._keep_bytes_max:
+            sizes = {begin: sum(map(_size_of, hours)) for begin, hours in by_begin.items()}
+            total = sum(sizes.values())
+            while past and total > self._keep_bytes_max:
+                begin = past.pop(0)
+                total -= sizes[begin]
+                failures += _delete(by_begin[begin])
         if failures:
             raise failures[0]
 
     def _merge(self, now: datetime) -> None:
         deadline = time.monotonic() + MERGING_S_MAX
-        for hour in self._hours():
+        hours = [*self._hours()]
+        self._forget_except({hour.path for hour in hours})
+        for hour in hours:
             if hour.path in self._merged_hours:
                 continue
             is_over = hour.is_over(now)
@@ -213,8 +221,13 @@ class Store:
             if is_over:
                 self._merged_hours.add(hour.path)
 
+    def _forget_except(self, hours: set[Path]) -> None:
+        """Forget hours that do not exist, and files of hours that do not exist or are merged."""
+        self._merged_hours &= hours
+        self._left_alone = {path for path in self._left_alone if path.parent in hours - self._merged_hours}
+
     def _mergeable(self, hour: _Hour, least: int) -> list[Path]:
-        """Return small files to merge, at least two; none while there are less than ``least``."""
+        """Return small files to merge, at least two; none if there are fewer than ``least``."""
         paths = [path for path in sorted(hour.path.glob("*.parquet")) if self._may_merge(path)]
         if len(paths) < least:
             return []
@@ -231,14 +244,14 @@ class Store:
         return group if len(group) > 1 else []
 
     def _may_merge(self, path: Path) -> bool:
-        """Return whether a file is ours, or of a recorder that has ended."""
+        """Return whether a file belongs to this recorder or to one that has ended."""
         match = _FILE.fullmatch(path.name)
         if match is None or path in self._left_alone:
             return False
         return match[1] == self.recorder or not self._is_alive(match[1])
 
     def _rows_in(self, path: Path, schema: Any) -> int | None:
-        """Return the number of rows; None for a file that is damaged, gone, or of another version: readers judge it."""
+        """Return the number of rows; None if the file is damaged, gone, or of another version."""
         try:
             with parquet.ParquetFile(path) as file:
                 is_ours = file.schema_arrow.equals(schema, check_metadata=True)
@@ -247,7 +260,10 @@ class Store:
             return None
 
     def _merge_files(self, hour: _Hour, paths: Sequence[Path]) -> None:
-        """Merge files, as many as the memory is for; those that are too large there are left alone."""
+        """Merge files, as many as fit into memory. Leaves alone what is too large alone, or cannot be read or deleted.
+
+        A part that is merged and not deleted would be merged again and again, with more copies of its rows each time.
+        """
         read: list[tuple[Path, Any]] = []
         size = 0
         for path in paths:
@@ -266,8 +282,15 @@ class Store:
                 size += table.nbytes
         if len(read) > 1:
             self._write_file(hour.path, arrow.concat_tables([table for _, table in read]).combine_chunks())
+            failures: list[OSError] = []
             for path, _ in read:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    self._left_alone.add(path)
+                    failures.append(error)
+            if failures:
+                raise failures[0]
 
     def _hours(self) -> Iterator[_Hour]:
         for table in TABLES:
@@ -280,7 +303,7 @@ class Store:
     # Other recorders.
 
     def _locked(self) -> BinaryIO:
-        """Return the file that shows that this recorder lives. It gets its name once it is locked."""
+        """Return the open lock that shows that this recorder lives. The file is locked before it gets its name."""
         path = self._lock_path(self.recorder)
         hidden = path.with_suffix(".new")
         file = _opened_for_lock(hidden)
@@ -292,7 +315,7 @@ class Store:
         return self.folder / f".recorder-{recorder}.lock"
 
     def _is_alive(self, recorder: str) -> bool:
-        """Return whether a recorder, other than this one, still runs."""
+        """Return whether another recorder still runs."""
         try:
             with open(self._lock_path(recorder), "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,7 +326,7 @@ class Store:
         return False
 
     def _remove_leftovers(self) -> None:
-        """Remove what dead recorders have begun and not finished, and their locks."""
+        """Remove the hidden files and the locks of dead recorders."""
         alive = {self.recorder}
         for lock in self.folder.glob(".recorder-*.lock"):
             recorder = lock.name.removeprefix(".recorder-").removesuffix(".lock")
@@ -319,34 +342,36 @@ class Store:
 
 
 def _size_of(hour: _Hour) -> int:
-    return sum(map(_size_of_file, hour.path.iterdir()))
+    with suppress(FileNotFoundError, NotADirectoryError):  # another recorder deletes it; or it is no hour
+        return sum(map(_size_of_file, hour.path.iterdir()))
+    return 0
 
 
 def _size_of_file(path: Path) -> int:
-    """Return the size of a file; 0 when it is gone: others write, rename and delete."""
+    """Return the size of a file, or 0 if it is gone: other recorders rename and delete files."""
     with suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
 
 
 def _delete(hours: list[_Hour]) -> list[OSError]:
-    """Delete an hour of all tables, and the day's folder with its last hour; return what failed."""
+    """Delete an hour of all tables, and the folder of a day without hours. Return the failures."""
     failures: list[OSError] = []
     for hour in hours:
         try:
-            # Behind a link is another disk's folder: that of whoever made the link.
+            # The target of a link belongs to the user who made the link.
             hour.path.unlink() if hour.path.is_symlink() else shutil.rmtree(hour.path)
-        except FileNotFoundError:  # another recorder deletes it
+        except FileNotFoundError:  # another recorder has deleted it
             pass
         except OSError as error:
             failures.append(error)
-        with suppress(OSError):  # it has other hours
+        with suppress(OSError):  # the day has other hours
             hour.path.parent.rmdir()
     return failures
 
 
 def _opened_for_lock(path: Path) -> BinaryIO:
-    """Open a file that nobody reads; never one behind a link, which may be of somebody else."""
+    """Open a file to lock it. Never follows a link: its target may belong to another user."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "wb")
 
 

@@ -1,4 +1,4 @@
-"""The tables of a recording in Arrow: their schemas, and batches of rows."""
+"""Makes Arrow schemas of the tables of a recording, and record batches of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.recording import TABLES, VERSION, VERSION_KEY, Type
 from dynamoth_recorder.events import Rows
 
-# They have no types.
+# Both packages have no types.
 arrow: Any = import_module("pyarrow")
 parquet: Any = import_module("pyarrow.parquet")
 
@@ -20,7 +20,7 @@ _TYPES = {
     Type.NUMBER: arrow.float64(),
     Type.TRUTH: arrow.bool_(),
     Type.BYTES: arrow.binary(),
-    Type.TEXTS: arrow.list_(arrow.field("element", arrow.string())),  # as Parquet calls it when it is read again
+    Type.TEXTS: arrow.list_(arrow.field("element", arrow.string())),  # the name that Parquet gives it
 }
 
 SCHEMAS: dict[str, Any] = {
@@ -33,10 +33,10 @@ SCHEMAS: dict[str, Any] = {
 
 
 def to_batch(rows: Rows, at_us: int, recorder: str) -> Any:
-    """Return rows as an Arrow record batch; ``at_us`` is in microseconds since 1970.
+    """Return rows as one Arrow record batch. ``at_us``: microseconds since 1970.
 
     Raises:
-        MalformedMessage: a value is none of its column's, such as a number of more than 63 bits.
+        MalformedMessage: a value does not fit its column, such as a number of more than 63 bits.
 
     """
     same = {**rows.same, "at": at_us, "recorder": recorder}
@@ -45,7 +45,7 @@ def to_batch(rows: Rows, at_us: int, recorder: str) -> Any:
         columns = [_column(field, same, rows) for field in schema]
         return arrow.RecordBatch.from_arrays(columns, schema=schema)
     except (arrow.ArrowException, OverflowError, TypeError, ValueError) as error:
-        raise MalformedMessage(f"rows that table {rows.table!r} cannot hold: {error}") from error
+        raise MalformedMessage(f"rows that do not fit table {rows.table!r}: {error}") from error
 
 
 def _column(field: Any, same: dict[str, Any], rows: Rows) -> Any:

@@ -11,6 +11,8 @@ import dynamoth_recorder.machine
 from dynamoth.machine.events import Send
 from dynamoth.names import RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
 from dynamoth.protocol.records import unpack_rows
+from dynamoth.protocol.reports import Report
+from dynamoth.recording import GapKind
 from dynamoth_recorder.events import Rows
 from dynamoth_recorder.machine import RecorderMachine
 from dynamoth_recorder.rows import rows_of_balancer
@@ -27,7 +29,7 @@ def _changed(name: str, change: Callable[[Any], Any]) -> AbstractContextManager[
     return replaced(RecorderMachine, **{name: changed})
 
 
-def _without_gap(name: str, kind: str) -> AbstractContextManager[None]:
+def _without_gap(name: str, kind: GapKind) -> AbstractContextManager[None]:
     return _changed(
         name, lambda action: None if isinstance(action, Rows) and action.same.get("kind") == kind else action
     )
@@ -55,7 +57,7 @@ def one_server_is_enough() -> AbstractContextManager[None]:
 
 def missing_reports_are_not_noted() -> AbstractContextManager[None]:
     """A recorder does not look at the numbers of reports."""
-    return _without_gap("_on_report", "report_missing")
+    return _without_gap("_on_report", GapKind.REPORT_MISSING)
 
 
 def counted_as_balancer() -> AbstractContextManager[None]:
@@ -70,7 +72,7 @@ def counted_as_balancer() -> AbstractContextManager[None]:
 
 def absences_are_not_noted() -> AbstractContextManager[None]:
     """A recorder that was away from a server does not say so."""
-    return _without_gap("_on_subscribed", "recorder_away")
+    return _without_gap("_on_subscribed", GapKind.RECORDER_AWAY)
 
 
 def away_since_it_is_known() -> AbstractContextManager[None]:
@@ -107,6 +109,37 @@ def dated_by_arrival() -> AbstractContextManager[None]:
     return replaced(dynamoth_recorder.machine, LATE_INTERVALS=float("inf"))
 
 
+def blind_times_are_late() -> AbstractContextManager[None]:
+    """A recorder takes the time in which an agent was blind for a time that its report waited."""
+    end_of = dynamoth_recorder.machine._end_of  # pyright: ignore[reportPrivateUsage]
+
+    def end(report: Report, latest: Any, now: float) -> float:
+        return end_of(replace(report, blind_s=0.0), latest, now)
+
+    return replaced(dynamoth_recorder.machine, _end_of=end)
+
+
+def successors_leave_no_gap() -> AbstractContextManager[None]:
+    """A recorder does not note the time between an agent and the next one."""
+    return _without_gap("_on_report", GapKind.AGENT_RESTARTED)
+
+
+def refusals_are_forgotten() -> AbstractContextManager[None]:
+    """A recorder that asks again takes the refusal for past before there is an answer."""
+    subscribe = RecorderMachine._subscribe  # pyright: ignore[reportPrivateUsage]
+
+    def forget(self: RecorderMachine, id_: str) -> list[Any]:
+        self._servers[id_].refusals.clear()  # pyright: ignore[reportPrivateUsage]
+        return subscribe(self, id_)
+
+    return replaced(RecorderMachine, _subscribe=forget)
+
+
+def half_is_enough() -> AbstractContextManager[None]:
+    """A recorder listens, in its own view, if a server refuses it only the reports."""
+    return replaced(dynamoth_recorder.machine, _LISTENING=frozenset[bytes]())
+
+
 def lost_probes_are_forgotten() -> AbstractContextManager[None]:
     """A recorder forgets the probes on a connection that it has lost."""
     return replaced(RecorderMachine, _give_up_probes=no_actions)
@@ -132,6 +165,10 @@ CHECKS: tuple[Check, ...] = tuple(
         away_since_it_was_read,
         never_late,
         dated_by_arrival,
+        blind_times_are_late,
+        successors_leave_no_gap,
+        refusals_are_forgotten,
+        half_is_enough,
         lost_probes_are_forgotten,
         failing_is_said_once,
     )

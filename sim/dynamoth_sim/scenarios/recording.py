@@ -15,10 +15,22 @@ from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORDER_FAILING_CHA
 from dynamoth.plan.plan import Phase, Plan
 from dynamoth.protocol.control import REPORT_CODE
 from dynamoth.protocol.reports import unpack_report
-from dynamoth.recording import CHANNELS, DECISIONS, GAPS, LATENCY, PLANS, SERVERS, SETTINGS, TABLES, channel_text
-from dynamoth_recorder.events import Rows, ServersChanged, StoreChanged
-from dynamoth_recorder.machine import LATE_INTERVALS, LATE_S_MIN, PROBE_INTERVAL_S, RecorderMachine
-from dynamoth_sim.scenarios.stage import Scenario, Stage
+from dynamoth.recording import (
+    CHANNELS,
+    DECISIONS,
+    GAPS,
+    LATENCY,
+    PLANS,
+    SERVERS,
+    SETTINGS,
+    TABLES,
+    DecisionKind,
+    GapKind,
+    channel_text,
+)
+from dynamoth_recorder.events import Refused, Rows, ServersChanged, StoreChanged
+from dynamoth_recorder.machine import LATE_INTERVALS, LATE_S_MIN, PROBE_INTERVAL_S, RESUBSCRIBE_S, RecorderMachine
+from dynamoth_sim.scenarios.stage import PATIENCE_S, Scenario, Stage
 from dynamoth_sim.world.process import Process
 
 NAME = "recorder"
@@ -29,6 +41,9 @@ LATE_S = LATE_S_MIN + PROBE_INTERVAL_S + 0.1
 UNDER_WAY_S_MAX = 0.005
 """Longest time from a PUBLISH until a recorder that runs has handled the message: connections are quick here."""
 
+REFUSED_S = RESUBSCRIBE_S + 2 * PROBE_INTERVAL_S
+"""A recorder that a server refuses for this time asks twice."""
+
 
 class Recorder:
     """A recorder, and the rows that it has made."""
@@ -38,6 +53,8 @@ class Recorder:
         self.process = Process(stage.world, stage.cluster.network, NAME, RecorderMachine, self._acted)
         #: By table, in the order in which they were made. ``at`` is when.
         self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+        #: In the order in which they were reported.
+        self.refused: list[Refused] = []
 
     def start(self) -> None:
         """Start it, and wait until it listens at every server."""
@@ -45,9 +62,9 @@ class Recorder:
         self.process.handle(ServersChanged(tuple(self._stage.cluster.server_list)))
         self.wait_listening()
 
-    def wait_listening(self) -> None:
+    def wait_listening(self, patience_s: float = PATIENCE_S) -> None:
         """Wait until it listens at every server."""
-        self._stage.wait("the recorder listens at every server", lambda: not self.machine.not_heard)
+        self._stage.wait("the recorder listens at every server", lambda: not self.machine.not_heard, patience_s)
 
     @property
     def machine(self) -> RecorderMachine:
@@ -56,12 +73,14 @@ class Recorder:
         assert isinstance(machine, RecorderMachine)
         return machine
 
-    def gaps(self, kind: str) -> list[dict[str, Any]]:
+    def gaps(self, kind: GapKind) -> list[dict[str, Any]]:
         """Return the gaps of one kind."""
         return [row for row in self.rows[GAPS.name] if row["kind"] == kind]
 
     def _acted(self, action: Any) -> None:
-        if isinstance(action, Rows):
+        if isinstance(action, Refused):
+            self.refused.append(action)
+        elif isinstance(action, Rows):
             head = {"at": self._stage.world.now - action.age_s, "recorder": NAME, **action.same}
             self.rows[action.table] += [
                 {name: column[index] for name, column in action.columns.items()} | head for index in range(action.count)
@@ -71,7 +90,8 @@ class Recorder:
 def recorded(stage: Stage) -> None:
     """Case 72. A recorder listens while reports and connections get lost, and agent, balancer and server start again.
 
-    It also stands still for a while. Its rows tell what happened, each thing once, and its gaps what they leave out.
+    A server refuses the recorder for a while, an agent loses its server, and the recorder stands still. Its rows tell
+    what happened, each thing once, and its gaps what they leave out.
     """
     recorder = Recorder(stage)
     recorder.start()
@@ -83,6 +103,7 @@ def recorded(stage: Stage) -> None:
     with stage.losing("s1", lambda name, _: name == BALANCER_CHANNEL):
         stage.run(1.0)
     _lose_connection(stage, recorder, channel)
+    _blind_agent(stage)
     _start_again(stage, recorder, channel, drained)
     _stand_still(stage, recorder)
     stage.publish(publisher, channel)
@@ -91,6 +112,7 @@ def recorded(stage: Stage) -> None:
     _expect_unseen(stage, recorder)
     _expect_once(stage, recorder)
     _expect_reports(stage, recorder)
+    _expect_successor(stage, recorder)
     _expect_plans(stage, recorder)
     _expect_decisions(stage, recorder)
     _expect_absences(stage, recorder)
@@ -98,24 +120,45 @@ def recorded(stage: Stage) -> None:
 
 
 def _lose_connection(stage: Stage, recorder: Recorder, channel: bytes) -> None:
-    """Cut the recorder off s2, with a probe under way, while it cannot write and a channel leaves s2."""
+    """Cut the recorder off s2, with a probe under way, while it cannot write and a channel leaves s2.
+
+    Then s2 refuses it reports.
+    """
     recorder.process.handle(StoreChanged(True))
     _run_until_probe(stage, recorder, before_s=0.1)
     heal = stage.cluster.network.part([NAME], ["s2"])
     stage.move(channel, "s3")
     stage.run(1.0)
+    server = stage.cluster.servers["s2"]
+    server.refuse = lambda who, words: "NOPERM" if (who, words[0]) == (NAME, b"PSUBSCRIBE") else None
     heal()
-    recorder.wait_listening()
+    stage.wait("s2 refuses the recorder", lambda: bool(recorder.refused))
+    stage.run(REFUSED_S)
+    server.refuse = None
+    recorder.wait_listening(REFUSED_S)
+    reported = [(each.server, each.reply) for each in recorder.refused]
+    stage.expect(f"a refusal is reported once, and not as {reported}", reported == [("s2", "NOPERM")])
     _expect_failing(stage, [NAME])
     recorder.process.handle(StoreChanged(False))
     _expect_failing(stage, [])
+
+
+def _blind_agent(stage: Stage) -> None:
+    """Cut the agent of s2 off its server. It says that it was blind, and its reports go on."""
+    stage.run(1.0)
+    agent = stage.cluster.agents["s2"].name
+    heal = stage.cluster.network.part([agent], ["s2"])
+    stage.cut(agent, "s2")
+    stage.run(1.0)
+    heal()
+    stage.run(1.0)
 
 
 def _start_again(stage: Stage, recorder: Recorder, *drained: bytes) -> None:
     """Start the agent of s3, the balancer and the server s1 again, one after the other. The new balancer drains s3."""
     agent, server = stage.cluster.agents["s3"], stage.cluster.servers["s1"]
     agent.crash()
-    stage.run(0.5)
+    stage.run(1.0)
     agent.start()
     stage.run(1.0)
     stage.cluster.drain("s3")
@@ -209,11 +252,26 @@ def _expect_reports(stage: Stage, recorder: Recorder) -> None:
     stage.expect(f"no report that is recorded is said to be missing, as {needless[:3]} are", not needless)
 
 
+def _expect_successor(stage: Stage, recorder: Recorder) -> None:
+    """A gap says how long nobody measured s3: from the last report of one agent to the first interval of the next."""
+    reports = [row for row in recorder.rows[SERVERS.name] if row["server"] == "s3"]
+    [(last, first)] = [(a, b) for a, b in pairwise(reports) if a["incarnation"] != b["incarnation"]]
+    unmeasured_s = first["at"] - first["interval_s"] - last["at"]
+    found = [
+        (gap["server"], gap["incarnation"], gap["sequence"], gap["seconds"])
+        for gap in recorder.gaps(GapKind.AGENT_RESTARTED)
+    ]
+    expected = ("s3", first["incarnation"], first["sequence"], unmeasured_s)
+    stage.expect(f"the agent that started again leaves the gap {expected}, not {found}", found == [expected])
+    blind = {gap["server"] for gap in recorder.gaps(GapKind.AGENT_BLIND)}
+    stage.expect(f"the agent of s2 was blind, not those of {blind}", "s2" in blind)
+
+
 def _missing(recorder: Recorder) -> Counter[tuple[tuple[str, int], int]]:
     """Return the reports that gaps name, each as agent and number."""
     return Counter(
         ((gap["server"], gap["incarnation"]), number)
-        for gap in recorder.gaps("report_missing")
+        for gap in recorder.gaps(GapKind.REPORT_MISSING)
         for number in range(gap["sequence"] - gap["count"], gap["sequence"])
     )
 
@@ -222,7 +280,7 @@ def _was_away(recorder: Recorder, server: str, begin: float, end: float) -> bool
     """Tell whether a gap says that the recorder did not listen at a server for some time of an interval."""
     return any(
         gap["server"] == server and gap["at"] - gap["seconds"] - UNDER_WAY_S_MAX <= end and begin <= gap["at"]
-        for gap in recorder.gaps("recorder_away")
+        for gap in recorder.gaps(GapKind.RECORDER_AWAY)
     )
 
 
@@ -262,7 +320,7 @@ def _expect_decisions(stage: Stage, recorder: Recorder) -> None:
     moves = {
         (row["balancer"], row["decision"], row["channel"])
         for row in recorder.rows[DECISIONS.name]
-        if row["kind"] == "move"
+        if row["kind"] == DecisionKind.MOVE
     }
     rows = sorted(channel for _, _, channel in moves)
     stage.expect(f"the moves {rows} are recorded instead of {decided}", rows == decided != [])
@@ -273,13 +331,13 @@ def _expect_decisions(stage: Stage, recorder: Recorder) -> None:
 
 def _expect_absences(stage: Stage, recorder: Recorder) -> None:
     """The recorder says where it was away, and that it was late, once for each time."""
-    away = sorted(gap["server"] for gap in recorder.gaps("recorder_away"))
+    away = sorted(gap["server"] for gap in recorder.gaps(GapKind.RECORDER_AWAY))
     stage.expect(f"it was away from each server once, not from {away}", away == sorted(stage.cluster.servers))
     [goes_on] = stage.records("fault", who=NAME, note="goes on")
-    late = [gap for gap in recorder.gaps("recorder_late") if gap["at"] - goes_on.at < UNDER_WAY_S_MAX]
+    late = [gap for gap in recorder.gaps(GapKind.RECORDER_LATE) if gap["at"] - goes_on.at < UNDER_WAY_S_MAX]
     servers = [gap["server"] for gap in late]
     stage.expect(f"it was late where it still had a connection, not at {servers}", servers == ["s1", "s2"])
-    stage.expect("it was not late at other times", late == recorder.gaps("recorder_late"))
+    stage.expect("it was not late at other times", late == recorder.gaps(GapKind.RECORDER_LATE))
     seconds = [gap["seconds"] for gap in late]
     stage.expect(f"it was late for {seconds} s", all(LATE_S_MIN < each <= LATE_S for each in seconds))
 
@@ -289,7 +347,7 @@ def _expect_probes(stage: Stage, recorder: Recorder) -> None:
     sent = stage.records("publishes", who=NAME, channel=probe_channel(recorder.machine.recorder))
     numbers = [int.from_bytes(record.data or b"", "big") for record in sent]
     latencies = {row["number"]: row.get("latency_s") for row in recorder.rows[LATENCY.name]}
-    lost = {gap["sequence"] for gap in recorder.gaps("probe_lost")}
+    lost = {gap["sequence"] for gap in recorder.gaps(GapKind.PROBE_LOST)}
     unknown = sorted(set(numbers) - latencies.keys())
     stage.expect(f"the probes {unknown} have neither come back nor are lost", not unknown and bool(numbers))
     silent = {number for number, latency_s in latencies.items() if latency_s is None}
