@@ -44,7 +44,7 @@ class Type(enum.Enum):
 class GapKind(enum.StrEnum):
     """What is missing: column ``kind`` of table ``gaps``. Each says what ``seconds`` is there.
 
-    ``count`` is the number of missing reports, and null for all other kinds.
+    ``count`` is the number of missing reports or lost rows, and null for all other kinds.
     """
 
     #: Reports did not arrive, although the recorder listened. ``seconds``: the length of their intervals together.
@@ -60,6 +60,9 @@ class GapKind(enum.StrEnum):
     #: The recorder did not run. ``seconds``: how late it was. What it heard afterwards, except reports, is dated too
     #: late by up to this.
     RECORDER_LATE = "recorder_late"
+    #: Rows of one table were lost, as the recording could not be written and memory was full. ``seconds``: how long it
+    #: could not be written.
+    ROWS_LOST = "rows_lost"
     #: A probe did not return. ``seconds``: how long the recorder had waited when it gave it up.
     PROBE_LOST = "probe_lost"
 

@@ -19,9 +19,13 @@ class ServersChanged:
 
 @dataclass(frozen=True, slots=True)
 class StoreChanged:
-    """The recording can no longer be written (``failing``), or it can be written again."""
+    """The recording can no longer be written (``failing``), or it can be written again.
+
+    ``lost`` has the rows that were lost meanwhile, by table.
+    """
 
     failing: bool
+    lost: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 RecorderEvent = LinkEvent | ServersChanged | StoreChanged

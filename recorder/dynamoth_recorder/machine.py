@@ -19,7 +19,7 @@ cannot be written, it subscribes to ``RECORDER_FAILING_CHANNEL``, so that ``dyna
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
@@ -143,7 +143,11 @@ class RecorderMachine:
         self._probe_number = 0
         #: Absences so far, at all servers, so that a server that returns gets new numbers.
         self._times_away = 0
+        #: Whether the recording cannot be written, and since when that is so, or not so.
         self._is_failing = False
+        self._changed_at = 0.0
+        #: Gaps of lost rows so far.
+        self._times_lost = 0
         self._seen: BoundedTable[tuple[int, int], bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
         self.counters: Counter[str] = Counter()
 
@@ -192,8 +196,8 @@ class RecorderMachine:
                 return []
             case RepliedAll():
                 return []  # nothing is sent together
-            case StoreChanged(failing):
-                return self._change_store(failing)
+            case StoreChanged(failing, lost):
+                return self._change_store(failing, lost, now)
             case _:
                 assert_never(event)
 
@@ -269,9 +273,14 @@ class RecorderMachine:
             watched.away_because = f"the server refused a subscription: {reply}"
         return [Refused(id_, reply)] if is_new else []
 
-    def _change_store(self, failing: bool) -> list[RecorderAction]:
-        self._is_failing = failing
+    def _change_store(self, failing: bool, lost: Mapping[str, int], now: float) -> list[RecorderAction]:
         actions: list[RecorderAction] = []
+        for table, count in lost.items():
+            self._times_lost += 1
+            reason = f"rows of {table} were lost: the recording could not be written, and memory was full"
+            number = self._times_lost
+            actions.append(gap(GapKind.ROWS_LOST, None, now - self._changed_at, reason, sequence=number, count=count))
+        self._is_failing, self._changed_at = failing, now
         for id_, watched in self._servers.items():
             if watched.is_up and failing:
                 actions.append(Send(id_, (b"SUBSCRIBE", RECORDER_FAILING_CHANNEL), RECORDER_FAILING_CHANNEL))

@@ -64,6 +64,6 @@ def rows_of_balancer(message: RecordedRows) -> list[Rows]:
     return [Rows(message.table, len(message.rows), same, columns)]
 
 
-def gap(kind: GapKind, server: str, seconds: float, reason: str, **more: int) -> Rows:
+def gap(kind: GapKind, server: str | None, seconds: float, reason: str, **more: int) -> Rows:
     """Return one row of ``gaps``; ``more`` is ``incarnation``, ``sequence`` and ``count``."""
     return Rows(GAPS.name, 1, {"kind": kind, "server": server, "seconds": seconds, "reason": reason, **more})

@@ -10,7 +10,7 @@ from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL, RECO
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.records import RecordedRows, pack_rows
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report, pack_report
-from dynamoth.recording import channel_bytes, channel_text
+from dynamoth.recording import TABLES, channel_bytes, channel_text
 from dynamoth_recorder.events import LinkChanged, Refused, Rows, ServersChanged, StoreChanged
 from dynamoth_recorder.machine import PROBE_LOST_S, RESUBSCRIBE_S, RecorderMachine
 from dynamoth_recorder.rows import rows_of_report
@@ -325,6 +325,22 @@ def test_servers_show_that_the_recording_cannot_be_written() -> None:
     ]
     assert (RECORDER_FAILING_CHANNEL,) in commands(recorder.up("s2"), b"SUBSCRIBE")
     assert len(recorder.tell(StoreChanged(False))) == 2
+
+
+def test_lost_rows_are_a_gap_of_each_table() -> None:
+    recorder = Recorder().listening()
+    keys: set[tuple[object, ...]] = set()
+    for _ in range(2):
+        recorder.tell(StoreChanged(True))
+        recorder.now += 5.0
+        lost = only(Rows, recorder.tell(StoreChanged(False, {"servers": 3, "channels": 900})))
+        assert [(each.same["kind"], each.same["server"], each.same["count"]) for each in lost] == [
+            ("rows_lost", None, 3),
+            ("rows_lost", None, 900),
+        ]
+        assert {each.same["seconds"] for each in lost} == {5.0}
+        keys |= {tuple(each.same.get(name) for name in TABLES["gaps"].key) for each in lost}
+    assert len(keys) == 4, "rows with equal keys are one event"
 
 
 def test_each_name_of_a_channel_has_a_text_of_its_own() -> None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
+from dynamoth.recording import GapKind
 from dynamoth_analytics.jobs.load import HOLE_S_MAX
+
+NOTED_BY_ALL = (GapKind.AGENT_BLIND.value, GapKind.AGENT_RESTARTED.value)
+"""Kinds that every recorder notes."""
+
+NO_REPORTS = "no_reports"
 
 
 def gaps(rows: DataFrame, loads: DataFrame, slot_s: int) -> DataFrame:
     """Return the table, and the times without reports of any server.
 
-    Every recorder notes that an agent was blind: that is there once.
+    What every recorder notes is there once.
     """
-    heard_by_all = F.when(F.col("kind") == "agent_blind", "").otherwise(F.col("recorder"))
+    heard_by_all = F.when(F.col("kind").isin(*NOTED_BY_ALL), "").otherwise(F.col("recorder"))
     once = rows.withColumn("of", heard_by_all).dropDuplicates(["kind", "server", "incarnation", "sequence", "of"])
     return once.drop("of").unionByName(without_reports(loads, slot_s), allowMissingColumns=True)
 
@@ -28,7 +34,7 @@ def without_reports(loads: DataFrame, slot_s: int) -> DataFrame:
     seconds = F.col("slot").cast("double") - F.col("before").cast("double") - slot_s
     rows = slots.select(
         F.col("slot").alias("at"),
-        F.lit("no_reports").alias("kind"),
+        F.lit(NO_REPORTS).alias("kind"),
         seconds.alias("seconds"),
         F.lit("no server's report was recorded: did a recorder run?").alias("reason"),
     )

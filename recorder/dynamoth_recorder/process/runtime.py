@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
 from dynamoth.plan.plan import Server
+from dynamoth.recording import GAPS
 from dynamoth.settings.sections import RecorderSettings
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED
 from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
@@ -81,6 +82,7 @@ async def run_recorder(config: RecorderConfig, stop: asyncio.Event | None = None
         DiskFull: the disk of the folder is full at the start.
 
     """
+    to_batch(Rows(GAPS.name, 1, {}), 0, "")  # the first one imports much: rows and probes would wait for it
     recorder = secrets.randbits(INCARNATION_BITS)
     store = Store(Path(config.out), f"{recorder:016x}", config.keep_hours, config.keep_bytes_max)
     try:
@@ -106,6 +108,8 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
         self._store = store
         super().__init__("recorder", machine, config, config.link, stop, recorder=store.recorder)
         self._state = RecorderState(machine, Backlog(), store)
+        #: Rows whose loss is recorded, by table.
+        self._lost_before: Counter[str] = Counter()
         #: Set when there are more than ``LARGE_BYTES`` to write.
         self._is_large = asyncio.Event()
         #: Held while rows are written.
@@ -250,7 +254,9 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
             lost = Counter(state.backlog.lost).total()
             self._log.write(logging.INFO, "the recording is written again", rows_lost=lost)
         if was_failing != bool(failure):
-            self._driver.handle(StoreChanged(bool(failure)))
+            lost = Counter(state.backlog.lost) - self._lost_before
+            self._lost_before += lost
+            self._driver.handle(StoreChanged(bool(failure), lost))
 
     async def _keep_tidy(self) -> None:
         """Delete old hours and, if rows can be written, merge small files, again and again."""
