@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -60,8 +61,14 @@ WINDOW_MINUTES_MAX = 24 * 60.0
 
 OVERLOAD_RATIO_MAX = 1000.0
 
-COMBINATIONS_PER_TASK_MAX = 8
-"""A task unpacks its window once for all of them."""
+TASKS_PER_CORE = 4
+"""No core waits long for the last task, and a window is copied to few of them."""
+
+CLUSTER_CORES = 32
+"""Cores to expect of a cluster: Spark Connect does not say how many there are, and a cluster may start them later."""
+
+PARTITIONS_PER_TASK = 4
+"""Spark chooses the partition of a task by its hash. With so many, hardly two tasks share one."""
 
 PARTITIONS_MAX = 2000
 
@@ -173,11 +180,13 @@ class WhatIf:
 
     def write(self, say: Callable[[str], None]) -> list[str]:
         """Replay everything, write tables and page, and return the findings. Raises DynamothError."""
-        spark, extent = self._recording.spark, self._extent()
-        count, windows = len(self._combinations), extent.windows
-        say(f"replaying {html.counted(windows, 'window')} under {html.counted(count, 'combination')} of settings")
+        spark, count = self._recording.spark, len(self._combinations)
+        extent, windows = self._extent()
+        say(
+            f"replaying {html.counted(extent.windows, 'window')} under {html.counted(count, 'combination')} of settings"
+        )
         with spark_errors():
-            self._replays(extent).write.parquet(str(self._out / "replays"))
+            self._replays(extent, windows).write.parquet(str(self._out / "replays"))
             replays = spark.read.parquet(str(self._out / "replays"))
             compared = compare(replays, self._combinations)
             truth = self._fidelity(replays)
@@ -192,18 +201,25 @@ class WhatIf:
         (self._out / PAGE).write_text(drawn, encoding="utf-8")
         return found
 
-    def _extent(self) -> Extent:
+    def _extent(self) -> tuple[Extent, int]:
+        """Return what the windows have in common, and about how many of them have reports."""
         at = F.col("at").cast("double")
+        windows = F.size(F.collect_set(F.floor(at / self._window_s)))
         with spark_errors():
             row = (
                 self._recording.table("servers", ["at"])
-                .agg(F.min(at).alias("begin"), F.max(at).alias("end"), F.collect_set("server").alias("servers"))
+                .agg(
+                    F.min(at).alias("begin"),
+                    F.max(at).alias("end"),
+                    F.collect_set("server").alias("servers"),
+                    windows.alias("windows"),
+                )
                 .collect()[0]
             )
         if row["begin"] is None:
             raise self._recording.without_reports()
         present, settings = self._present, self._present.settings
-        return Extent(
+        extent = Extent(
             row["begin"],
             row["end"],
             self._window_s,
@@ -213,19 +229,16 @@ class WhatIf:
             present.balancer,
             present.led_since,
         )
+        return extent, row["windows"]
 
-    def _replays(self, extent: Extent) -> DataFrame:
+    def _replays(self, extent: Extent, windows: int) -> DataFrame:
         """Return one row per window and combination, and one for the whole recording."""
-        spark = self._recording.spark
-        rest = range(1, len(self._combinations))
-        step = min(COMBINATIONS_PER_TASK_MAX, max(1, math.ceil(len(rest) * extent.windows / PARTITIONS_MAX)))
-        chunks = [[0], *(list(rest[start : start + step]) for start in range(0, len(rest), step))]
-        numbers = spark.createDataFrame(list(enumerate(chunks)), "chunk int, settings array<int>")
-        tasks = packed_windows(self._recording, extent).crossJoin(numbers)
-        tasks = tasks.where((F.col("slot") != WHOLE) | (F.col("chunk") == 0))
-        partitions = min(PARTITIONS_MAX, extent.windows * len(chunks) + 1)
-        work = partial(replayed, [each.options for each in self._combinations], extent, self._overload_ratio)
-        return tasks.repartition(partitions).mapInPandas(work, REPLAYS)
+        chunks = chunks_per_window(windows, len(self._combinations), cores_of(self._recording.spark))
+        numbers = F.when(F.col("slot") == WHOLE, F.array(F.lit(0))).otherwise(F.sequence(F.lit(0), F.lit(chunks - 1)))
+        tasks = packed_windows(self._recording, extent).withColumn("chunk", F.explode(numbers))
+        partitions = min(PARTITIONS_MAX, PARTITIONS_PER_TASK * (windows * chunks + 1))
+        work = partial(replayed, [each.options for each in self._combinations], extent, self._overload_ratio, chunks)
+        return tasks.repartition(partitions, "slot", "chunk").mapInPandas(work, REPLAYS)
 
     @staticmethod
     def _fidelity(replays: DataFrame) -> Fidelity:
@@ -253,6 +266,24 @@ class WhatIf:
             " on_frontier boolean, failed long, problem string"
         )
         return spark.createDataFrame(rows, schema).coalesce(1)
+
+
+def cores_of(spark: SparkSession) -> int:
+    """Return how many tasks Spark runs at once, as far as is known."""
+    try:
+        context = spark.sparkContext
+    except PySparkException:
+        return CLUSTER_CORES
+    cores = context.defaultParallelism
+    return cores if context.master.startswith("local") else max(cores, CLUSTER_CORES)
+
+
+def chunks_per_window(windows: int, combinations: int, cores: int) -> int:
+    """Return into how many tasks the combinations of each window are divided: each gets a copy of the window.
+
+    All windows together have about ``TASKS_PER_CORE`` tasks per core, and each has at least one.
+    """
+    return max(1, min(combinations, math.ceil(TASKS_PER_CORE * cores / windows)))
 
 
 def compare(replays: DataFrame, combinations: Sequence[Combination]) -> list[Compared]:
@@ -314,28 +345,45 @@ _TEXTS = ("steps", "pauses", "log")
 
 
 def replayed(
-    options: Sequence[BalancerOptions], extent: Extent, overload_ratio: float, tasks: Iterator[pd.DataFrame]
+    options: Sequence[BalancerOptions],
+    extent: Extent,
+    overload_ratio: float,
+    chunks: int,
+    tasks: Iterator[pd.DataFrame],
 ) -> Iterator[pd.DataFrame]:
-    """Replay each row of ``tasks``, a window and the numbers of some combinations. Yields rows of ``REPLAYS``."""
+    """Replay each row of ``tasks``, a window and the number of a chunk, under each combination of that chunk.
+
+    Yields rows of ``REPLAYS`` one by one: a task has one window and one replay in its memory. Chunks are interleaved,
+    as combinations that follow each other are alike and take the same time.
+    """
     names = [column.split()[0] for column in REPLAYS.split(", ")]
     for frame in tasks:
         for task in frame.to_dict("records"):
-            steps, pauses, log = (task[name] if isinstance(task[name], str) else None for name in _TEXTS)
-            window = unpacked(task["slot"], task["reports"], task["channels"], steps, pauses, extent)
-            rows: list[dict[str, Any]] = []
-            for setting in task["settings"]:
-                row: dict[str, Any] = {"setting": setting, "slot": task["slot"]}
-                try:
-                    outcome = replay(window, options[setting], overload_ratio, extent.settle_s)
-                    if outcome is not None and task["slot"] == WHOLE:
-                        row["agreement"] = _agreement(window, log, options[setting], extent, outcome, overload_ratio)
-                except ReplayError as error:
-                    rows.append({**row, "problem": str(error)})
-                    continue
-                if outcome is not None:
-                    rows.append({**row, **_figures(outcome)})
-            if rows:
-                yield pd.DataFrame([[row.get(name) for name in names] for row in rows], columns=pd.Index(names))
+            chunk = [0] if task["slot"] == WHOLE else range(task["chunk"], len(options), chunks)
+            for row in _rows(task, chunk, options, extent, overload_ratio):
+                yield pd.DataFrame([[row.get(name) for name in names]], columns=pd.Index(names))
+
+
+def _rows(
+    task: Mapping[Any, Any],
+    chunk: Iterable[int],
+    options: Sequence[BalancerOptions],
+    extent: Extent,
+    overload_ratio: float,
+) -> Iterator[Mapping[str, Any]]:
+    steps, pauses, log = (task[name] if isinstance(task[name], str) else None for name in _TEXTS)
+    window = unpacked(task["slot"], task["reports"], task["channels"], steps, pauses, extent)
+    for setting in chunk:
+        row: dict[str, Any] = {"setting": setting, "slot": task["slot"]}
+        try:
+            outcome = replay(window, options[setting], overload_ratio, extent.settle_s)
+            if outcome is not None and task["slot"] == WHOLE:
+                row["agreement"] = _agreement(window, log, options[setting], extent, outcome, overload_ratio)
+        except ReplayError as error:
+            yield {**row, "problem": str(error)}
+            continue
+        if outcome is not None:
+            yield {**row, **_figures(outcome)}
 
 
 def _figures(outcome: Outcome) -> Mapping[str, Any]:

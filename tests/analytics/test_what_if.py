@@ -21,11 +21,28 @@ from dynamoth.recording import channel_text
 from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.recorded_settings import DEFAULTS, present_settings, settings_in_force
-from dynamoth_analytics.replay.frontier import Compared, Fidelity, complete, fragment, frontier, sentences, sign_test
+from dynamoth_analytics.replay.frontier import (
+    Compared,
+    DifferenceInWords,
+    Fidelity,
+    complete,
+    fragment,
+    frontier,
+    sentences,
+    sign_test,
+)
 from dynamoth_analytics.replay.grid import SETTINGS_MAX, read_grid
 from dynamoth_analytics.replay.replay import RecordedWindow, recorded_anew
-from dynamoth_analytics.replay.windows import WHOLE, Extent, pauses_of, plan_steps, reports_of, with_preroll
-from dynamoth_analytics.what_if import PAGE, REPLAYS, WhatIf, compare
+from dynamoth_analytics.replay.windows import (
+    WHOLE,
+    Extent,
+    packed_windows,
+    pauses_of,
+    plan_steps,
+    reports_of,
+    with_preroll,
+)
+from dynamoth_analytics.what_if import PAGE, REPLAYS, WhatIf, chunks_per_window, compare, replayed, settle_s
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.main import main
 from tests.analytics.loads import BEGIN, SERVERS, load, rising, write
@@ -62,6 +79,12 @@ def test_settings_that_move_earlier_beat_those_in_force(spark: SparkSession, tmp
     page = (tmp_path / "out" / PAGE).read_text()
     assert "<svg" in page and "http" not in page and "load_ratio_high = 0.8" in page
     assert any("(100%)" in sentence for sentence in found) and lines
+    # How the combinations are divided into tasks makes no difference.
+    first, last = recorded.reports[0].at, recorded.reports[-1].at
+    extent = Extent(first, last, 90.0, SERVERS, SERVERS, settle_s(recording), present.balancer, present.led_since)
+    packed = packed_windows(recording, extent).where(F.col("slot") == 1).toPandas().assign(chunk=2)
+    [third] = replayed([each.options for each in combinations], extent, 0.8, 3, iter([packed]))
+    assert third.to_dict("records") == [rows[2, 1].asDict()]
     # A part of the recording begins with the averages and places of the time before it.
     later = Recording(spark, recording.folder, datetime.fromtimestamp(BEGIN + 140, UTC))
     extent = Extent(BEGIN + 140, BEGIN + 180, 60.0, SERVERS)
@@ -72,6 +95,14 @@ def test_settings_that_move_earlier_beat_those_in_force(spark: SparkSession, tmp
     assert slots == {(0, BEGIN + 110), (WHOLE, BEGIN + 110)}, "with reports for the averages"
     steps = plan_steps(later, extent).where("slot = 0").collect()[0]["steps"]
     assert {row["channel"] for row in json.loads(steps)} == {channel_text(step.channel) for step in recorded.plans}
+
+
+@pytest.mark.parametrize("windows", [1, 6, 31, 144])
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_a_window_is_copied_to_few_tasks_however_many_combinations_there_are(windows: int, cores: int) -> None:
+    chunks = chunks_per_window(windows, 10_000, cores)
+    assert chunks <= 4 * cores and cores < windows * chunks < 4 * cores + windows + 1
+    assert chunks_per_window(windows, 100, cores) == min(100, chunks) and chunks_per_window(windows, 1, cores) == 1
 
 
 def settings_rows(balancer: int, at: float, **values: object) -> list[dict[str, object]]:
@@ -150,6 +181,15 @@ def test_a_setting_that_is_better_in_most_windows_and_worse_in_all_is_called_so(
     other = replace(now, setting=1, text="wait_s = 9.0", better=11, worse=1, overload_minutes=9.0)
     assert "with more overload in all" in sentences([now, other], 60.0, 0.8)[0]
     assert sentences([now], 60.0, 0.8)[0].startswith("There are no other settings")
+
+
+def test_decisions_that_only_the_replay_makes_are_told_with_the_time_of_the_first() -> None:
+    only_replayed = DifferenceInWords(BEGIN, "", "c-1: s1 to s2", "none was recorded")
+    [none] = Fidelity(differences=[only_replayed]).sentences
+    assert none.endswith("; the replay would have decided, first at 22:13:20.")
+    assert Fidelity().sentences[0].endswith("; the replay makes none either.")
+    some, _ = Fidelity(recorded=4, same=3, differences=[only_replayed]).sentences
+    assert "makes 3 of the balancer's 4 recorded decisions (75%), and would have decided after the last of them" in some
 
 
 def test_all_that_is_wrong_in_a_grid_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -424,12 +424,13 @@ def _looks(
 ) -> Iterator[tuple[float, _Look]]:
     """Yield when the balancer looked whether a decision was due: at known times, and evenly between them."""
     decisions = {decision.at: decision for decision in log.decisions}
-    known = sorted({*decisions, *log.looks})
+    looks = set(log.looks)
+    known = sorted(looks.union(decisions))
     yield from ((at, _Look(decisions.get(at))) for at in known)
     times = [*known, window.end]
     for previous, at in zip([-math.inf, *known], times, strict=True):
         step_s = interval_s
-        if at in log.looks and previous > -math.inf:
+        if at in looks and previous > -math.inf:
             step_s = (at - previous) / max(1, math.floor((at - previous) / interval_s))
         since = max(previous, looks_from)
         for number in range(1, math.ceil((at - since) / step_s)):

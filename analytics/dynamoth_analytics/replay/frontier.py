@@ -133,10 +133,11 @@ class Fidelity:
         """What people should know of it."""
         if self.problem is not None:
             return [f"How true the replay is, is not known: the replay of the whole recording failed: {self.problem}."]
-        others = sum(not each.recorded for each in self.differences)
-        more = f", and {others} that it did not make" if others else ""
+        open_at = next((_time(each.at) for each in self.differences if not each.recorded), None)
         if not self.recorded:
-            return [f"The recording has no decisions to compare the replay with; the replay makes {others}."]
+            replayed = "makes none either" if open_at is None else f"would have decided, first at {open_at}"
+            return [f"The recording has no decisions to compare the replay with; the replay {replayed}."]
+        more = "" if open_at is None else f", and would have decided after the last of them, first at {open_at}"
         return [
             f"Asked step by step, the replay with the settings in force makes {self.same} of the balancer's"
             f" {self.recorded} recorded decisions ({self.same / self.recorded:.0%}){more}.",
@@ -300,5 +301,8 @@ def _table(rows: Sequence[Compared], empty: str) -> str:
 
 
 def _difference_row(each: DifferenceInWords) -> tuple[str, ...]:
-    at = html.time(datetime.fromtimestamp(each.at, UTC))
-    return at, each.recorded or "nothing", each.replayed or "nothing", each.cause
+    return _time(each.at), each.recorded or "nothing", each.replayed or "nothing", each.cause
+
+
+def _time(at: float) -> str:
+    return html.time(datetime.fromtimestamp(at, UTC))
