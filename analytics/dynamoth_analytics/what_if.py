@@ -67,8 +67,8 @@ TASKS_PER_CORE = 4
 CLUSTER_CORES = 32
 """Cores to expect of a cluster: Spark Connect does not say how many there are, and a cluster may start them later."""
 
-PARTITIONS_PER_TASK = 4
-"""Spark chooses the partition of a task by its hash. With so many, hardly two tasks share one."""
+PARTITIONS_PER_TASK = 2
+"""Spark chooses the partition of a task by its hash: few share one. An empty partition costs a quarter of a second."""
 
 PARTITIONS_MAX = 2000
 
