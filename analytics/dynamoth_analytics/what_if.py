@@ -48,13 +48,13 @@ WINDOW_MINUTES_MAX = 24 * 60.0
 OVERLOAD_RATIO_MAX = 1000.0
 
 TASKS_PER_CORE = 4
-"""So many that no core waits long for the last task, and so few that few tasks need a copy of the same window."""
+"""Enough that no core waits long for the last task; each more is another copy of a window."""
 
 CLUSTER_CORES = 32
 """Cores to expect of a cluster: Spark Connect does not say how many there are, and a cluster may start them later."""
 
 PARTITIONS_PER_TASK = 2
-"""Spark chooses the partition of a task by its hash: few share one. An empty partition costs a quarter of a second."""
+"""Spark chooses the partition of a task by its hash: few share one. An empty partition costs some tenths of a second."""
 
 PARTITIONS_MAX = 2000
 

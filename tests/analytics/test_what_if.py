@@ -76,9 +76,11 @@ def test_settings_that_move_earlier_beat_those_in_force(spark: SparkSession, tmp
     # How the combinations are divided into tasks makes no difference.
     first, last = recorded.reports[0].at, recorded.reports[-1].at
     span = ReplaySpan(first, last, 90.0, SERVERS, SERVERS, settle_s(recording), in_force.balancer, in_force.led_since)
-    packed = packed_windows(recording, span).where(F.col("window") == 1).toPandas().assign(chunk=2)
-    [third] = replayed([each.options for each in combinations], span, 0.8, 3, iter([packed]))
-    assert third.to_dict("records") == [rows[2, 1].asDict()]
+    task = packed_windows(recording, span).where(F.col("window") == 1).withColumn("chunk", F.lit(1)).toPandas()
+    of_chunk = replayed([each.options for each in combinations], span, 0.8, 3, iter([task]))
+    assert [row for frame in of_chunk for row in frame.to_dict("records")] == [
+        rows[number, 1].asDict() for number in (1, 4)
+    ]
     # A part of the recording begins with the averages and places of the time before it.
     later = Recording(spark, recording.folder, datetime.fromtimestamp(BEGIN + 140, UTC))
     span = ReplaySpan(BEGIN + 140, BEGIN + 180, 60.0, SERVERS)

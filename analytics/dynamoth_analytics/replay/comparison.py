@@ -157,7 +157,8 @@ def compare(replays: DataFrame, combinations: Sequence[Combination]) -> list[Com
         .orderBy("combination")
     )
     tried = max(1, len(combinations) - 1)
-    rows = [Compared(text=combinations[row["combination"]].text, tried=tried, **row.asDict()) for row in sums.collect()]
+    texts = {number: each.text for number, each in enumerate(combinations)}
+    rows = [Compared(text=texts[row["combination"]], tried=tried, **row.asDict()) for row in sums.collect()]
     if not rows or not rows[0].windows:
         problem = rows[0].problem if rows else "none has a report"
         raise BadRecording(f"no window can be replayed under the settings in force: {problem}")
