@@ -54,7 +54,7 @@ CLUSTER_CORES = 32
 """Cores to expect of a cluster: Spark Connect does not say how many there are, and a cluster may start them later."""
 
 PARTITIONS_PER_TASK = 2
-"""Spark chooses the partition of a task by its hash: few share one. An empty partition costs some tenths of a second."""
+"""Spark chooses the partition of a task by its hash: few share one. An empty one costs some tenths of a second."""
 
 PARTITIONS_MAX = 2000
 
