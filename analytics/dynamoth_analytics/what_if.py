@@ -1,13 +1,9 @@
 """``dynamoth what-if``: what other settings of the balancer would have done to a recorded load.
 
 The production balancer machine replays each window of the recording under each combination of a grid, in parallel on
-Spark: a task is one window and a few combinations, and each of its rows one of both. The driver gets one row per
+Spark: a task replays one window under a few combinations and returns a row for each. The driver gets one row per
 combination.
 """
-
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-# pandas and pyarrow come without types; mypy checks the rest.
 
 from __future__ import annotations
 
@@ -15,40 +11,32 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
-from dynamoth.recording import channel_text
 from dynamoth_analytics import text
-from dynamoth_analytics.errors import BadRecording, spark_errors
+from dynamoth_analytics.errors import spark_errors
+from dynamoth_analytics.files import without_merging
+from dynamoth_analytics.jobs import plans
 from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page import html
-from dynamoth_analytics.reading import Recording, add_recording, asked_for
+from dynamoth_analytics.page.what_if import fidelity_sentences, sections, sentences
+from dynamoth_analytics.reading import Recording, add_recording, asked_for, made
 from dynamoth_analytics.recorded_settings import PresentSettings, settings_in_force
-from dynamoth_analytics.replay.agreement import agreement
-from dynamoth_analytics.replay.frontier import (
-    Compared,
-    DifferenceInWords,
-    Fidelity,
-    complete,
-    fragment,
-    frontier,
-    sentences,
-)
+from dynamoth_analytics.replay.comparison import Compared, compare, complete, frontier
+from dynamoth_analytics.replay.fidelity import Fidelity, NotReplayed, fidelity_from_json
 from dynamoth_analytics.replay.grid import Combination, read_grid
-from dynamoth_analytics.replay.instant_cluster import ReplayError
-from dynamoth_analytics.replay.replay import SETTLE_S, Moved, Outcome, RecordedWindow, measured, replay
-from dynamoth_analytics.replay.windows import WHOLE, Extent, packed_windows, recorded_log, unpacked
+from dynamoth_analytics.replay.replay import SETTLE_S
+from dynamoth_analytics.replay.task import REPLAYS_SCHEMA, replayed
+from dynamoth_analytics.replay.windows import WHOLE_RECORDING, ReplaySpan, packed_windows
 from dynamoth_analytics.session import add_session, check_session, open_session
-from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
 
@@ -61,23 +49,35 @@ WINDOW_MINUTES_MAX = 24 * 60.0
 
 OVERLOAD_RATIO_MAX = 1000.0
 
-COMBINATIONS_PER_TASK_MAX = 8
-"""A task unpacks its window once for all of them."""
+TASKS_PER_CORE = 4
+"""Enough that no core waits long for the last task; each more is another copy of a window."""
+
+CLUSTER_CORES = 32
+"""Cores to expect of a cluster: Spark Connect does not say how many there are, and a cluster may start them later."""
+
+PARTITIONS_PER_TASK = 2
+"""Spark chooses the partition of a task by its hash: few share one. An empty one costs some tenths of a second."""
 
 PARTITIONS_MAX = 2000
 
-SAME_S = 1.0
-"""Overload and server-seconds that differ by less are the same."""
-
-REPLAYS = (
-    "setting int, slot long, overload_s double, ratio_max double, ratio_mean double, imbalance double,"
-    " server_s double, moves long, replications long, decisions string, problem string, agreement string"
-)
-"""One row per combination and window. JSON: the moves of the replay (``decisions``) and, in the window ``WHOLE``, how
-recorded and replayed decisions agree."""
-
-MOVES_SHOWN_MAX = 3
-"""Moves of a decision that are shown."""
+SETTINGS = {
+    "combination": "int",
+    "changes": "string",
+    "windows": "long",
+    "overload_minutes": "double",
+    "server_s": "double",
+    "moves": "long",
+    "replications": "long",
+    "ratio_max": "double",
+    "imbalance": "double",
+    "better": "long",
+    "worse": "long",
+    "p": "double",
+    "on_frontier": "boolean",
+    "failed": "long",
+    "problem": "string",
+}
+"""Columns and types of the table ``settings``: a row per combination, with what it changes as JSON."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -117,11 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_session(arguments)
     out = new_folder(arguments.out, "what-if")
     end_at_signals(EXIT_INTERRUPTED, "interrupted")
-    with deleted_after_failure(out), open_session(arguments, "dynamoth what-if") as spark:
+    with deleted_after_failure(out), without_merging(where), open_session(arguments, "dynamoth what-if") as spark:
         recording = Recording(spark, where, begin, end)
-        present = settings_in_force(recording)
-        combinations = read_grid(grid, arguments.grid, present.settings.options)
-        what_if = WhatIf(recording, present, combinations, arguments.window * 60, arguments.overload_ratio, out)
+        in_force = settings_in_force(recording)
+        combinations = read_grid(grid, arguments.grid, in_force.settings.options)
+        what_if = WhatIf(recording, in_force, combinations, arguments.window * 60, arguments.overload_ratio, out)
         found = what_if.write(say)
     say("")
     for sentence in found:
@@ -132,14 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settle_s(recording: Recording) -> float:
     """Return the median time that recorded changes took from active to settled; ``SETTLE_S`` where there are none."""
-    at = F.col("at").cast("double")
-    changes = (
-        recording.table("plans", ["channel", "epoch", "phase"])
-        .groupBy("channel", "epoch")
-        .agg(*(F.min(F.when(F.col("phase") == phase, at)).alias(phase) for phase in ("active", "settled")))
-    )
     with spark_errors():
-        median = changes.agg(F.median(F.col("settled") - F.col("active"))).collect()[0][0]
+        median = plans.changes(recording.table("plans")).agg(F.median("settling_s")).collect()[0][0]
     return SETTLE_S if median is None else max(0.0, float(median))
 
 
@@ -148,7 +142,7 @@ class WhatIf:
 
     Args:
         recording: the recorded load.
-        present: the settings in force when it was recorded.
+        in_force: the settings in force when it was recorded.
         combinations: what to try; the first one is the settings in force.
         window_s: length of a window, in seconds.
         overload_ratio: a server above this load ratio is overloaded; None: the ``load_ratio_high`` in force.
@@ -159,257 +153,115 @@ class WhatIf:
     def __init__(
         self,
         recording: Recording,
-        present: PresentSettings,
+        in_force: PresentSettings,
         combinations: Sequence[Combination],
         window_s: float,
         overload_ratio: float | None,
         out: Path,
     ) -> None:
         self._recording = recording
-        self._present = present
+        self._in_force = in_force
         self._combinations = combinations
         self._window_s = window_s
-        self._overload_ratio = present.settings.options.load_ratio_high if overload_ratio is None else overload_ratio
+        self._overload_ratio = in_force.settings.options.load_ratio_high if overload_ratio is None else overload_ratio
         self._out = out
 
     def write(self, say: Callable[[str], None]) -> list[str]:
         """Replay everything, write tables and page, and return the findings. Raises DynamothError."""
-        spark, extent = self._recording.spark, self._extent()
-        count, windows = len(self._combinations), extent.windows
-        say(f"replaying {text.counted(windows, 'window')} under {text.counted(count, 'combination')} of settings")
+        spark, count = self._recording.spark, len(self._combinations)
+        span, windows = self._span()
+        shown = text.counted(span.windows, "window")
+        say(f"replaying {shown} under {text.counted(count, 'combination')} of settings")
         with spark_errors():
-            self._replays(extent).write.parquet(str(self._out / "replays"))
+            self._replays(span, windows).write.parquet(str(self._out / "replays"))
             replays = spark.read.parquet(str(self._out / "replays"))
             compared = compare(replays, self._combinations)
-            truth = self._fidelity(replays)
-        edge = {each.setting for each in frontier(complete(compared))}
+            fidelity = _fidelity(replays)
+        edge = {each.combination for each in frontier(complete(compared))}
         say(f"{len(edge)} of them on the frontier")
         with spark_errors():
             self._table(spark, compared, edge).write.parquet(str(self._out / "settings"))
-        window_s = min(self._window_s, extent.end - extent.begin)
-        found = [*sentences(compared, window_s, self._overload_ratio), *truth.sentences]
-        begin, end = (datetime.fromtimestamp(at, UTC) for at in (extent.begin, extent.end))
-        drawn = html.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, fragment(compared, truth))
+        window_s = min(self._window_s, span.end - span.begin)
+        found = [*sentences(compared, window_s, self._overload_ratio), *fidelity_sentences(fidelity)]
+        begin, end = (datetime.fromtimestamp(at, UTC) for at in (span.begin, span.end))
+        drawn = html.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, sections(compared, fidelity))
         (self._out / PAGE).write_text(drawn, encoding="utf-8")
         return found
 
-    def _extent(self) -> Extent:
+    def _span(self) -> tuple[ReplaySpan, int]:
+        """Return what all windows have in common, and about how many of them have reports."""
         at = F.col("at").cast("double")
         with spark_errors():
             row = (
                 self._recording.table("servers", ["at"])
-                .agg(F.min(at).alias("begin"), F.max(at).alias("end"), F.collect_set("server").alias("servers"))
+                .agg(
+                    F.min(at).alias("begin"),
+                    F.max(at).alias("end"),
+                    F.collect_set("server").alias("servers"),
+                    F.size(F.collect_set(F.floor(at / self._window_s))).alias("windows"),
+                )
                 .collect()[0]
             )
         if row["begin"] is None:
             raise self._recording.without_reports()
-        present, settings = self._present, self._present.settings
-        return Extent(
+        settings = self._in_force.settings
+        span = ReplaySpan(
             row["begin"],
             row["end"],
             self._window_s,
             tuple(sorted({*row["servers"], *settings.servers})),
             tuple(settings.ring),
             settle_s(self._recording),
-            present.balancer,
-            present.led_since,
+            self._in_force.balancer,
+            self._in_force.led_since,
         )
+        return span, row["windows"]
 
-    def _replays(self, extent: Extent) -> DataFrame:
+    def _replays(self, span: ReplaySpan, windows: int) -> DataFrame:
         """Return one row per window and combination, and one for the whole recording."""
-        spark = self._recording.spark
-        rest = range(1, len(self._combinations))
-        step = min(COMBINATIONS_PER_TASK_MAX, max(1, math.ceil(len(rest) * extent.windows / PARTITIONS_MAX)))
-        chunks = [[0], *(list(rest[start : start + step]) for start in range(0, len(rest), step))]
-        numbers = spark.createDataFrame(list(enumerate(chunks)), "chunk int, settings array<int>")
-        tasks = packed_windows(self._recording, extent).crossJoin(numbers)
-        tasks = tasks.where((F.col("slot") != WHOLE) | (F.col("chunk") == 0))
-        partitions = min(PARTITIONS_MAX, extent.windows * len(chunks) + 1)
-        work = partial(replayed, [each.options for each in self._combinations], extent, self._overload_ratio)
-        return tasks.repartition(partitions).mapInPandas(work, REPLAYS)
-
-    @staticmethod
-    def _fidelity(replays: DataFrame) -> Fidelity:
-        row = replays.where(F.col("slot") == WHOLE).collect()[0]
-        if row["problem"] is not None:
-            return Fidelity(problem=row["problem"])
-        found = json.loads(row["agreement"])
-        differences = [DifferenceInWords(**each) for each in found.pop("differences")]
-        return Fidelity(**found, differences=differences)
+        chunks = chunks_per_window(windows, len(self._combinations), cores_of(self._recording.spark))
+        is_whole = F.col("window") == WHOLE_RECORDING
+        numbers = F.when(is_whole, F.array(F.lit(0))).otherwise(F.sequence(F.lit(0), F.lit(chunks - 1)))
+        tasks = packed_windows(self._recording, span).withColumn("chunk", F.explode(numbers))
+        partitions = min(PARTITIONS_MAX, PARTITIONS_PER_TASK * (windows * chunks + 1))
+        work = partial(replayed, [each.options for each in self._combinations], span, self._overload_ratio, chunks)
+        return tasks.repartition(partitions, "window", "chunk").mapInPandas(work, REPLAYS_SCHEMA)
 
     def _table(self, spark: SparkSession, compared: Iterable[Compared], edge: set[int]) -> DataFrame:
+        """Return the table ``settings``."""
         rows = [
-            (
-                each.setting,
-                json.dumps(dict(self._combinations[each.setting].changes)),
-                *(each.windows, each.overload_minutes, each.server_s, each.moves, each.replications),
-                *(each.ratio_max, each.imbalance, each.better, each.worse, each.p, each.setting in edge),
-                *(each.failed, each.problem),
-            )
+            {
+                "changes": json.dumps(dict(self._combinations[each.combination].changes)),
+                "on_frontier": each.combination in edge,
+                **{name: getattr(each, name) for name in SETTINGS if name not in ("changes", "on_frontier")},
+            }
             for each in compared
         ]
-        schema = (
-            "setting int, changes string, windows long, overload_minutes double, server_s double, moves long,"
-            " replications long, ratio_max double, imbalance double, better long, worse long, p double,"
-            " on_frontier boolean, failed long, problem string"
-        )
-        return spark.createDataFrame(rows, schema).coalesce(1)
+        schema = ", ".join(f"{name} {type_}" for name, type_ in SETTINGS.items())
+        return made(spark, [tuple(row[name] for name in SETTINGS) for row in rows], schema).coalesce(1)
 
 
-def compare(replays: DataFrame, combinations: Sequence[Combination]) -> list[Compared]:
-    """Return the sums of each combination over the windows that the settings in force have, those in force first.
+def _fidelity(replays: DataFrame) -> Fidelity | NotReplayed:
+    whole = replays.where(F.col("window") == WHOLE_RECORDING).select("problem", "agreement").collect()[0]
+    return fidelity_from_json(whole["agreement"]) if whole["problem"] is None else NotReplayed(whole["problem"])
 
-    Raises:
-        BadRecording: the settings in force have no window.
 
+def cores_of(spark: SparkSession) -> int:
+    """Return how many tasks Spark runs at once, as far as is known."""
+    try:
+        context = spark.sparkContext
+    except PySparkException:
+        return CLUSTER_CORES
+    cores = context.defaultParallelism
+    return cores if (context.master or "").startswith("local") else max(cores, CLUSTER_CORES)
+
+
+def chunks_per_window(windows: int, combinations: int, cores: int) -> int:
+    """Return into how many tasks the combinations of each window are divided; each gets a copy of the window.
+
+    All windows together have about ``TASKS_PER_CORE`` tasks per core, and each has at least one.
     """
-    windows = replays.where(F.col("slot") != WHOLE)
-    now = windows.where((F.col("setting") == 0) & F.col("problem").isNull()).select(
-        "slot",
-        F.col("overload_s").alias("overload_now"),
-        F.col("moves").alias("moves_now"),
-        F.col("server_s").alias("server_now"),
-    )
-    less_overload = F.col("overload_now") - F.col("overload_s")
-    fewer_moves = F.col("moves_now") - F.col("moves")
-    fewer_servers = F.col("server_now") - F.col("server_s")
-    gain = (
-        F.when(F.abs(less_overload) >= SAME_S, less_overload)
-        .when(fewer_moves != 0, fewer_moves)
-        .when(F.abs(fewer_servers) >= SAME_S, fewer_servers)
-        .otherwise(0.0)
-    )
-    problem_at = F.when(F.col("problem").isNotNull(), F.col("slot"))
-    sums = (
-        # Figures of a failed replay are null, and count nowhere.
-        windows.join(now, "slot", "left")
-        .where("overload_now IS NOT NULL OR problem IS NOT NULL")
-        .groupBy("setting")
-        .agg(
-            F.count("overload_s").alias("windows"),
-            (F.sum("overload_s") / 60).alias("overload_minutes"),
-            F.sum("server_s").alias("server_s"),
-            F.sum("moves").alias("moves"),
-            F.sum("replications").alias("replications"),
-            F.max("ratio_max").alias("ratio_max"),
-            F.avg("imbalance").alias("imbalance"),
-            F.count_if(gain > 0).alias("better"),
-            F.count_if(gain < 0).alias("worse"),
-            F.count("problem").alias("failed"),
-            F.min_by("problem", problem_at).alias("problem"),
-        )
-        .fillna(0)
-        .orderBy("setting")
-    )
-    tried = max(1, len(combinations) - 1)
-    rows = [Compared(text=combinations[row["setting"]].text, tried=tried, **row.asDict()) for row in sums.collect()]
-    if not rows or not rows[0].windows:
-        problem = rows[0].problem if rows else "none has a report"
-        raise BadRecording(f"no window can be replayed under the settings in force: {problem}")
-    return rows
-
-
-# In the tasks.
-
-_TEXTS = ("steps", "pauses", "log")
-
-
-def replayed(
-    options: Sequence[BalancerOptions], extent: Extent, overload_ratio: float, tasks: Iterator[pd.DataFrame]
-) -> Iterator[pd.DataFrame]:
-    """Replay each row of ``tasks``, a window and the numbers of some combinations. Yields rows of ``REPLAYS``."""
-    names = [column.split()[0] for column in REPLAYS.split(", ")]
-    for frame in tasks:
-        for task in frame.to_dict("records"):
-            steps, pauses, log = (task[name] if isinstance(task[name], str) else None for name in _TEXTS)
-            window = unpacked(task["slot"], task["reports"], task["channels"], steps, pauses, extent)
-            rows: list[dict[str, Any]] = []
-            for setting in task["settings"]:
-                row: dict[str, Any] = {"setting": setting, "slot": task["slot"]}
-                try:
-                    outcome = replay(window, options[setting], overload_ratio, extent.settle_s)
-                    if outcome is not None and task["slot"] == WHOLE:
-                        row["agreement"] = _agreement(window, log, options[setting], extent, outcome, overload_ratio)
-                except ReplayError as error:
-                    rows.append({**row, "problem": str(error)})
-                    continue
-                if outcome is not None:
-                    rows.append({**row, **_figures(outcome)})
-            if rows:
-                yield pd.DataFrame([[row.get(name) for name in names] for row in rows], columns=pd.Index(names))
-
-
-def _figures(outcome: Outcome) -> Mapping[str, Any]:
-    return {
-        "overload_s": outcome.overload_s,
-        "ratio_max": outcome.ratio_max,
-        "ratio_mean": outcome.ratio_mean,
-        "imbalance": outcome.imbalance,
-        "server_s": outcome.server_s,
-        "moves": len(outcome.moves),
-        "replications": outcome.replications,
-        "decisions": _moves_text(outcome.moves),
-    }
-
-
-def _agreement(
-    window: RecordedWindow,
-    log: str | None,
-    options: BalancerOptions,
-    extent: Extent,
-    outcome: Outcome,
-    overload_ratio: float,
-) -> str:
-    """Return how the replay agrees with the recording as JSON: the fields of ``Fidelity``."""
-    found = agreement(window, recorded_log(json.loads(log or "[]")), options, extent.led_since)
-    return json.dumps(
-        {
-            "recorded": found.recorded,
-            "same": found.same,
-            "followed": found.followed,
-            "moves": found.moves,
-            "moves_replayed": len(outcome.moves),
-            "overload_s": measured(window, overload_ratio).overload_s,
-            "overload_s_replayed": outcome.overload_s,
-            "differences": [
-                {
-                    "at": each.at,
-                    "recorded": _moves_shown(each.recorded),
-                    "replayed": _moves_shown(each.replayed),
-                    "cause": each.cause,
-                }
-                for each in found.differences
-            ],
-        }
-    )
-
-
-def _moves_shown(moves: Sequence[Moved]) -> str:
-    shown = [
-        f"{text.display_name(channel_text(move.channel))}: {', '.join(move.before.servers)} to"
-        f" {', '.join(move.after.servers)}"
-        for move in moves[:MOVES_SHOWN_MAX]
-    ]
-    more = len(moves) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
-def _moves_text(moves: Iterable[Moved]) -> str:
-    """Return moves as JSON."""
-    return json.dumps(
-        [
-            {
-                "at": move.at,
-                "channel": channel_text(move.channel),
-                "from_mode": mode_name(move.before.mode),
-                "from_servers": move.before.servers,
-                "to_mode": mode_name(move.after.mode),
-                "to_servers": move.after.servers,
-                "reason": move.reason,
-            }
-            for move in moves
-        ]
-    )
+    return max(1, min(combinations, math.ceil(TASKS_PER_CORE * cores / windows)))
 
 
 if __name__ == "__main__":

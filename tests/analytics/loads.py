@@ -6,19 +6,31 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dynamoth.machine.events import CommandPart
+from dynamoth.names import RECORD_CHANNEL
+from dynamoth.plan.plan import Plan
 from dynamoth.plan.ring import Ring
-from dynamoth.protocol.reports import ChannelColumns, Report
+from dynamoth.protocol.records import unpack_rows
+from dynamoth.protocol.reports import ChannelColumns, Report, unpack_report
 from dynamoth.recording import TABLES, Type, channel_text
-from dynamoth_analytics.replay.replay import RecordedReport, RecordedWindow
+from dynamoth_analytics.replay.instant_cluster import InstantCluster
+from dynamoth_analytics.replay.recorded import Moved, RecordedReport, RecordedWindow
+from dynamoth_analytics.replay.replay import replay
+from dynamoth_analytics.replay.windows import plan_step
+from dynamoth_balancer.machine import BalancerMachine
+from dynamoth_balancer.options import BalancerOptions
 
 CAPACITY = 1_000_000
 SERVERS = ("s1", "s2", "s3")
@@ -27,6 +39,7 @@ MESSAGE_BYTES = 100
 RING = Ring(SERVERS)
 
 Rates = Callable[[int], Mapping[bytes, float]]
+Tables = Mapping[str, list[dict[str, Any]]]
 
 
 def at_home(server: str, count: int, prefix: bytes = b"c") -> list[bytes]:
@@ -78,6 +91,57 @@ def rising(channels: Mapping[str, int], rate: float, hot: float, begin: int, end
         }
 
     return rates
+
+
+# What a recorder hears of a replay.
+
+
+class RecordedCluster(InstantCluster):
+    """The cluster of a replay, with a recorder at its first server that hears everything at once."""
+
+    def __init__(
+        self, machine: BalancerMachine, servers: Sequence[str], plan: Plan | None, begin: float, settle_s: float
+    ) -> None:
+        self.reports: list[RecordedReport] = []
+        self.tables: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        super().__init__(machine, servers, plan, begin, settle_s)
+
+    def report(self, server: str, incarnation: int, packed: bytes) -> None:
+        self.reports.append(RecordedReport(self.now, unpack_report(packed)))
+        super().report(server, incarnation, packed)
+
+    def _send(self, server: str, command: Sequence[CommandPart], tag: Any) -> None:
+        if command[:2] == (b"PUBLISH", RECORD_CHANNEL) and server == SERVERS[0]:
+            assert isinstance(command[2], bytes), "rows are packed"
+            said = unpack_rows(command[2])
+            key = {"at": self.now, "balancer": said.balancer, "number": said.number}
+            self.tables[said.table] += [
+                {**key, "line": line, **dict(zip(said.columns, row, strict=True))} for line, row in enumerate(said.rows)
+            ]
+        super()._send(server, command, tag)
+
+
+def recorded_under(
+    window: RecordedWindow, options: BalancerOptions
+) -> tuple[RecordedWindow, tuple[Moved, ...], Tables]:
+    """Return what a cluster with these settings would have done under a load, as a recorder hears it.
+
+    That is the window, the moves, and by table the rows of the balancer from the first report on.
+    """
+    clusters: list[RecordedCluster] = []
+
+    def cluster(*arguments: Any) -> RecordedCluster:
+        clusters.append(RecordedCluster(*arguments))
+        return clusters[0]
+
+    with patch("dynamoth_analytics.replay.replay.InstantCluster", cluster):
+        outcome = replay(window, options, math.inf)
+    assert outcome is not None, "it has reports"
+    [heard] = clusters
+    since = window.first - 0.1
+    tables = {name: [row for row in rows if row["at"] >= since] for name, rows in heard.tables.items()}
+    steps = [plan_step(row) for row in tables.get("plans", ())]
+    return replace(window, reports=heard.reports, steps=steps), outcome.moves, tables
 
 
 # As a recorder writes it.

@@ -17,10 +17,10 @@ from dynamoth.plan.plan import single
 from dynamoth.protocol.records import RecordedRows, unpack_rows
 from dynamoth.protocol.reports import unpack_report
 from dynamoth_analytics.replay.agreement import Agreement, agreement
-from dynamoth_analytics.replay.replay import RecordedReport, RecordedWindow, recorded_anew
-from dynamoth_analytics.replay.windows import recorded_log, recorded_pauses, recorded_step
+from dynamoth_analytics.replay.recorded import RecordedReport, RecordedWindow
+from dynamoth_analytics.replay.windows import plan_step, recorded_log, recorded_pauses
 from dynamoth_balancer.options import BalancerOptions
-from tests.analytics.loads import BEGIN, SERVERS, at_home, load
+from tests.analytics.loads import BEGIN, SERVERS, at_home, load, recorded_under
 from tests.balancer.cluster import SimCluster, StoringServer
 
 OPTIONS = BalancerOptions(
@@ -46,9 +46,8 @@ def restless(second: int) -> Mapping[bytes, float]:
 
 def recorded(pauses: Sequence[tuple[float, bool]] = ()) -> tuple[RecordedWindow, Rows]:
     """Return a recording without delays, and the rows of its decisions."""
-    window, _, tables = recorded_anew(replace(load(SECONDS, restless), pauses=pauses), OPTIONS)
-    steps = [recorded_step(row) for row in tables["plans"]]
-    return replace(window, plans=steps), tables["decisions"]
+    window, _, tables = recorded_under(replace(load(SECONDS, restless), pauses=pauses), OPTIONS)
+    return window, tables["decisions"]
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +64,15 @@ def late(window: RecordedWindow, rows: Rows) -> tuple[RecordedWindow, Rows]:
         heard = accumulate((at + chance.uniform(0, LAG_S_MAX) for at in sent), max)
         return dict(zip(sent, heard, strict=True))
 
-    of_balancer = delays([*(row["at"] for row in rows), *(step.at for step in window.plans)])
+    of_balancer = delays([*(row["at"] for row in rows), *(step.at for step in window.steps)])
     reports: list[RecordedReport] = []
     for server in SERVERS:
         some = [each for each in window.reports if each.report.server == server]
         of_agent = delays(each.at for each in some)
         reports += [each._replace(at=of_agent[each.at]) for each in some]
     reports.sort(key=lambda each: each.at)
-    steps = [replace(step, at=of_balancer[step.at]) for step in window.plans]
-    return replace(window, reports=reports, plans=steps), [{**row, "at": of_balancer[row["at"]]} for row in rows]
+    steps = [replace(step, at=of_balancer[step.at]) for step in window.steps]
+    return replace(window, reports=reports, steps=steps), [{**row, "at": of_balancer[row["at"]]} for row in rows]
 
 
 def found(window: RecordedWindow, rows: Rows) -> Agreement:
@@ -120,7 +119,7 @@ def test_reports_that_were_not_recorded_are_the_cause(recording: tuple[RecordedW
 def test_a_decision_that_was_not_recorded_is_a_difference(recording: tuple[RecordedWindow, Rows]) -> None:
     window, rows = recording
     last = recorded_log(rows).decisions[-1]
-    cut = replace(window, end=last.at + 2, plans=[step for step in window.plans if step.at < last.at])
+    cut = replace(window, end=last.at + 2, steps=[step for step in window.steps if step.at < last.at])
     agreed = found(cut, [row for row in rows if row["at"] < last.at])
     [difference] = agreed.differences
     assert not difference.recorded and {move.channel for move in difference.replayed} & {
@@ -204,7 +203,7 @@ def test_a_cluster_that_administrators_change_is_followed_from_its_first_second_
         if second == 50:
             cluster.ask("replicate", {"channel": channels["s2"][0], "mode": "all-subscribers", "count": 2})
         cluster.run(1.0)
-    steps = [recorded_step(row) for row in recorder.rows["plans"]]
+    steps = [plan_step(row) for row in recorder.rows["plans"]]
     window = RecordedWindow(begin, cluster.now, tuple(cluster.servers), recorder.reports, steps)
     settings = recorder.rows["settings"][0]
     agreed = agreement(window, recorded_log(recorder.rows["decisions"]), OPTIONS, settings["at"])

@@ -20,7 +20,7 @@ from pyspark.testing import assertDataFrameEqual  # pyright: ignore[reportUnknow
 from dynamoth_analytics.follow import PAGE, REPORT_COLUMNS, SLOT_S, Follower, follow_folder
 from dynamoth_analytics.jobs.channels import COLUMNS, channel_slots
 from dynamoth_analytics.reading import Recording
-from dynamoth_analytics.replay.replay import RecordedReport
+from dynamoth_analytics.replay.recorded import RecordedReport
 from dynamoth_cli.main import main
 from dynamoth_recorder.process.backlog import Backlog
 from dynamoth_recorder.process.store import Store

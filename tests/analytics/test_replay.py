@@ -9,18 +9,11 @@ import pytest
 
 from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth_analytics.errors import BadRecording
-from dynamoth_analytics.replay.replay import (
-    Moved,
-    Outcome,
-    RecordedReport,
-    RecordedWindow,
-    measured,
-    recorded_anew,
-    replay,
-)
-from dynamoth_analytics.replay.windows import recorded_log, recorded_step
+from dynamoth_analytics.replay.recorded import Moved, RecordedReport, RecordedWindow
+from dynamoth_analytics.replay.replay import Outcome, measured, replay
+from dynamoth_analytics.replay.windows import plan_step, recorded_log
 from dynamoth_balancer.options import BalancerOptions
-from tests.analytics.loads import BEGIN, at_home, load, rising
+from tests.analytics.loads import BEGIN, at_home, load, recorded_under, rising
 
 OPTIONS = BalancerOptions(wait_s=5.0, averaging_s=5.0, channel_rest_s=10.0, replication_rest_s=10.0)
 NO_MOVES = replace(OPTIONS, load_ratio_high=100.0, replicas_max=1)
@@ -47,13 +40,13 @@ def test_moves_end_an_overload_that_lasts_without_them() -> None:
 
 
 def test_replaying_what_was_recorded_gives_the_recorded_moves() -> None:
-    recorded, moves, _ = recorded_anew(load(90, OVERLOAD), OPTIONS)
+    recorded, moves, _ = recorded_under(load(90, OVERLOAD), OPTIONS)
     assert len(moves) >= 2 and places(outcome(recorded).moves) == places(moves)
 
 
 def test_recorded_moves_are_undone_under_settings_that_would_not_have_made_them() -> None:
     window = load(60, OVERLOAD)
-    recorded, moves, _ = recorded_anew(window, OPTIONS)
+    recorded, moves, _ = recorded_under(window, OPTIONS)
     undone, alone = outcome(recorded, NO_MOVES), outcome(window, NO_MOVES)
     assert moves and not undone.moves
     assert undone.overload_s == pytest.approx(alone.overload_s, abs=2)
@@ -68,22 +61,22 @@ def test_reports_that_are_rare_count_until_the_next_one() -> None:
             columns = replace(report.columns, bytes_out=tuple(each * interval_s for each in report.columns.bytes_out))
             rare.append(RecordedReport(at, replace(report, interval_s=float(interval_s), columns=columns)))
     options = replace(OPTIONS, averaging_s=30.0, agent_stale_s=30.0)
-    recorded, moves, _ = recorded_anew(replace(window, reports=rare), options)
+    recorded, moves, _ = recorded_under(replace(window, reports=rare), options)
     undone = outcome(recorded, replace(NO_MOVES, agent_stale_s=30.0))
     assert moves and undone.overload_s == pytest.approx(160, abs=20), "what was moved counts where it was"
 
 
 def test_a_later_window_begins_where_channels_were() -> None:
-    recorded, moves, _ = recorded_anew(load(60, OVERLOAD), OPTIONS)
+    recorded, moves, _ = recorded_under(load(60, OVERLOAD), OPTIONS)
     later = replace(recorded, begin=BEGIN + 45)
     assert not outcome(later).moves and outcome(later).overload_s == 0
-    unseen = replace(later, plans=())
+    unseen = replace(later, steps=())
     assert outcome(unseen, NO_MOVES).overload_s == 0, "the reports show where channels are"
     assert moves
 
 
 def test_a_window_that_begins_just_after_moves_does_not_move_more() -> None:
-    recorded, moves, _ = recorded_anew(load(60, OVERLOAD), OPTIONS)
+    recorded, moves, _ = recorded_under(load(60, OVERLOAD), OPTIONS)
     later = replace(recorded, begin=moves[-1].at + 0.6)
     assert moves and not outcome(later).moves, "its averages have the moved channels where they are now"
 
@@ -97,7 +90,7 @@ def test_a_channel_too_large_for_one_server_is_replicated_and_shared(subscribers
     found = outcome(window, options)
     assert found.replications and found.moves[0].after.mode is mode
     assert found.overload_s < outcome(window, NO_MOVES).overload_s
-    recorded, moves, _ = recorded_anew(window, options)
+    recorded, moves, _ = recorded_under(window, options)
     assert moves and places(outcome(recorded, options).moves) == places(moves)
 
 
@@ -120,7 +113,7 @@ def test_a_server_that_has_left_does_not_count_in_the_imbalance() -> None:
 def test_rows_that_no_balancer_wrote_are_named() -> None:
     step = {"at": 1.0, "channel": "c", "phase": "settled", "to_mode": "single", "to_servers": ["s1", "s2"]}
     with pytest.raises(BadRecording, match=r"^the table plans has a row that no balancer wrote: .*'to_mode': 'single'"):
-        recorded_step(step)
+        plan_step(step)
     for row in ({"reports": ["odd"]}, {"settled": ["odd"]}, {"kind": "move", "decision": 1, "channel": "c"}):
         line = {"at": 1.0, "number": 1, "line": 0, "kind": "look", "clock_s": 1.0, **row}
         with pytest.raises(BadRecording, match=r"^the table decisions has a row that no balancer wrote"):

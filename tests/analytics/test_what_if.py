@@ -19,16 +19,27 @@ from pyspark.sql import functions as F
 from dynamoth.errors import ConfigError
 from dynamoth.recording import channel_text
 from dynamoth_analytics.errors import BadRecording
+from dynamoth_analytics.page.what_if import fidelity_sentences, sections, sentences
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.recorded_settings import DEFAULTS, present_settings, settings_in_force
-from dynamoth_analytics.replay.frontier import Compared, Fidelity, complete, fragment, frontier, sentences, sign_test
-from dynamoth_analytics.replay.grid import SETTINGS_MAX, read_grid
-from dynamoth_analytics.replay.replay import RecordedWindow, recorded_anew
-from dynamoth_analytics.replay.windows import WHOLE, Extent, pauses_of, plan_steps, reports_of, with_preroll
-from dynamoth_analytics.what_if import PAGE, REPLAYS, WhatIf, compare
+from dynamoth_analytics.replay.comparison import Compared, compare, complete, frontier, sign_test
+from dynamoth_analytics.replay.fidelity import DifferenceInWords, Fidelity, NotReplayed
+from dynamoth_analytics.replay.grid import COMBINATIONS_MAX, read_grid
+from dynamoth_analytics.replay.recorded import RecordedWindow
+from dynamoth_analytics.replay.task import REPLAYS, REPLAYS_SCHEMA, replayed
+from dynamoth_analytics.replay.windows import (
+    WHOLE_RECORDING,
+    ReplaySpan,
+    packed_windows,
+    pauses_of,
+    plan_steps,
+    reports_of,
+    with_preroll,
+)
+from dynamoth_analytics.what_if import PAGE, WhatIf, chunks_per_window, settle_s
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.main import main
-from tests.analytics.loads import BEGIN, SERVERS, load, rising, write
+from tests.analytics.loads import BEGIN, SERVERS, load, recorded_under, rising, write
 
 IN_FORCE = BalancerOptions(load_ratio_high=1.1, wait_s=5.0, averaging_s=5.0, channel_rest_s=10.0)
 GRID = "load_ratio_high = [0.8, 5.0]\nwait_s = { from = 5, to = 20, step = 15 }\n"
@@ -36,23 +47,23 @@ GRID = "load_ratio_high = [0.8, 5.0]\nwait_s = { from = 5, to = 20, step = 15 }\
 
 def test_settings_that_move_earlier_beat_those_in_force(spark: SparkSession, tmp_path: Path) -> None:
     window = load(180, rising({"s1": 8, "s2": 4, "s3": 4}, 50_000, 150_000, 90))
-    recorded, moves, tables = recorded_anew(window, IN_FORCE)
+    recorded, moves, tables = recorded_under(window, IN_FORCE)
     write(tmp_path / "recording", recorded, tables)
     (tmp_path / "out").mkdir()
     recording = Recording(spark, str(tmp_path / "recording"))
-    present = settings_in_force(recording)
-    assert present.settings.options == IN_FORCE and moves
-    combinations = read_grid(GRID, "grid.toml", present.settings.options)
+    in_force = settings_in_force(recording)
+    assert in_force.settings.options == IN_FORCE and moves
+    combinations = read_grid(GRID, "grid.toml", in_force.settings.options)
     lines: list[str] = []
-    found = WhatIf(recording, present, combinations, 90.0, 0.8, tmp_path / "out").write(lines.append)
+    found = WhatIf(recording, in_force, combinations, 90.0, 0.8, tmp_path / "out").write(lines.append)
     replays = spark.read.parquet(str(tmp_path / "out" / "replays"))
-    assert replays.schema == spark.createDataFrame([], REPLAYS).schema
-    rows = {(row["setting"], row["slot"]): row for row in replays.collect()}
+    assert replays.schema == spark.createDataFrame([], REPLAYS_SCHEMA).schema
+    rows = {(row["combination"], row["window"]): row for row in replays.collect()}
     assert len(rows) == 5 * 2 + 1, "each combination in each window, and those in force in the whole"
-    agreement = json.loads(rows[0, WHOLE]["agreement"])
+    agreement = json.loads(rows[0, WHOLE_RECORDING]["agreement"])
     assert agreement["recorded"] == agreement["same"] > 0 and not agreement["differences"]
     assert agreement["moves"] == agreement["moves_replayed"] == len(moves)
-    table = {row["setting"]: row for row in spark.read.parquet(str(tmp_path / "out" / "settings")).collect()}
+    table = {row["combination"]: row for row in spark.read.parquet(str(tmp_path / "out" / "settings")).collect()}
     assert [json.loads(table[number]["changes"]).get("load_ratio_high") for number in range(5)] == [
         *(None, 0.8, 0.8, 5.0, 5.0)
     ]
@@ -62,16 +73,32 @@ def test_settings_that_move_earlier_beat_those_in_force(spark: SparkSession, tmp
     page = (tmp_path / "out" / PAGE).read_text()
     assert "<svg" in page and "http" not in page and "load_ratio_high = 0.8" in page
     assert any("(100%)" in sentence for sentence in found) and lines
+    # How the combinations are divided into tasks makes no difference.
+    first, last = recorded.reports[0].at, recorded.reports[-1].at
+    span = ReplaySpan(first, last, 90.0, SERVERS, SERVERS, settle_s(recording), in_force.balancer, in_force.led_since)
+    task = packed_windows(recording, span).where(F.col("window") == 1).withColumn("chunk", F.lit(1)).toPandas()
+    of_chunk = replayed([each.options for each in combinations], span, 0.8, 3, iter([task]))
+    assert [row for frame in of_chunk for row in frame.to_dict("records")] == [
+        rows[number, 1].asDict() for number in (1, 4)
+    ]
     # A part of the recording begins with the averages and places of the time before it.
     later = Recording(spark, recording.folder, datetime.fromtimestamp(BEGIN + 140, UTC))
-    extent = Extent(BEGIN + 140, BEGIN + 180, 60.0, SERVERS)
-    slots = {
-        (row["slot"], row["begin"])
-        for row in reports_of(with_preroll(later), extent).groupBy("slot").agg(F.min("at").alias("begin")).collect()
+    span = ReplaySpan(BEGIN + 140, BEGIN + 180, 60.0, SERVERS)
+    windows = {
+        (row["window"], row["begin"])
+        for row in reports_of(with_preroll(later), span).groupBy("window").agg(F.min("at").alias("begin")).collect()
     }
-    assert slots == {(0, BEGIN + 110), (WHOLE, BEGIN + 110)}, "with reports for the averages"
-    steps = plan_steps(later, extent).where("slot = 0").collect()[0]["steps"]
-    assert {row["channel"] for row in json.loads(steps)} == {channel_text(step.channel) for step in recorded.plans}
+    assert windows == {(0, BEGIN + 110), (WHOLE_RECORDING, BEGIN + 110)}, "with reports for the averages"
+    steps = plan_steps(later, span).where(F.col("window") == 0).collect()[0]["steps"]
+    assert {row["channel"] for row in json.loads(steps)} == {channel_text(step.channel) for step in recorded.steps}
+
+
+@pytest.mark.parametrize("windows", [1, 6, 31, 144])
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_a_window_is_copied_to_few_tasks_however_many_combinations_there_are(windows: int, cores: int) -> None:
+    chunks = chunks_per_window(windows, 10_000, cores)
+    assert chunks <= 4 * cores and cores < windows * chunks < 4 * cores + windows + 1
+    assert chunks_per_window(windows, 100, cores) == min(100, chunks) and chunks_per_window(windows, 1, cores) == 1
 
 
 def settings_rows(balancer: int, at: float, **values: object) -> list[dict[str, object]]:
@@ -99,35 +126,34 @@ def test_the_settings_in_force_are_those_of_the_latest_balancer(spark: SparkSess
 
 
 def test_settings_that_could_not_be_replayed_in_all_windows_are_not_compared(spark: SparkSession) -> None:
-    names = [column.split()[0] for column in REPLAYS.split(", ")]
     rows: list[dict[str, object]] = []
     recorded: list[list[float | None]] = [[60.0] * 3, [0.0, None, None], [30.0, 90.0, 60.0], [None] * 3]
-    for setting, overloads in enumerate(recorded):
-        for slot, overload_s in enumerate(overloads):
-            row: dict[str, object] = {"setting": setting, "slot": slot, "problem": f"cause {slot}"}
+    for combination, overloads in enumerate(recorded):
+        for window, overload_s in enumerate(overloads):
+            row: dict[str, object] = {"combination": combination, "window": window, "problem": f"cause {window}"}
             if overload_s is not None:
                 figures = {"overload_s": overload_s, "ratio_max": 1.0, "imbalance": 1.0, "server_s": 180.0}
                 row |= {**figures, "moves": 1, "replications": 0, "problem": None}
             rows.append(row)
 
     def compared(rows: Iterable[Mapping[str, object]]) -> list[Compared]:
-        frame = spark.createDataFrame([tuple(row.get(name) for name in names) for row in rows], REPLAYS)
+        frame = spark.createDataFrame([tuple(row.get(name) for name in REPLAYS) for row in rows], REPLAYS_SCHEMA)
         return compare(frame, read_grid("wait_s = [1, 2, 3]", "grid.toml", BalancerOptions()))
 
     found = compared(rows)
     assert [(each.windows, each.failed, each.problem) for each in found] == [
         *((3, 0, None), (1, 2, "cause 1"), (3, 0, None), (0, 3, "cause 0"))
     ]
-    assert [each.setting for each in complete(found)] == [0, 2] and (found[2].better, found[2].worse) == (1, 1)
+    assert [each.combination for each in complete(found)] == [0, 2] and (found[2].better, found[2].worse) == (1, 1)
     first, *others = sentences(found, 60.0, 0.8)
     assert first.startswith("The other combination is not better")
     assert others[-1].startswith("2 of 3 other combinations could not be") and "wait_s = 1.0: cause 1." in others[-1]
-    parts = "".join(fragment(found, Fidelity(problem="it ended")))
+    parts = "".join(sections(found, NotReplayed("it ended")))
     assert "Not compared" in parts and "cause 0" in parts and "failed: it ended." in parts
     failed = [{**rows[0], "overload_s": None, "problem": "it does not lead"}, *rows[1:]]
-    now, *_ = found = compared(failed)
-    assert (now.windows, now.overload_minutes, now.failed) == (2, 2.0, 1)
-    assert [(each.setting, each.windows) for each in found] == [(0, 2), (1, 0), (2, 2), (3, 0)]
+    in_force, *_ = found = compared(failed)
+    assert (in_force.windows, in_force.overload_minutes, in_force.failed) == (2, 2.0, 1)
+    assert [(each.combination, each.windows) for each in found] == [(0, 2), (1, 0), (2, 2), (3, 0)]
     assert "in 1 of 3 windows: it does not lead." in "".join(sentences(found, 60.0, 0.8))
     with pytest.raises(BadRecording, match="it does not lead"):
         compared([{**row, "problem": "it does not lead", "overload_s": None} for row in rows])
@@ -138,18 +164,29 @@ def test_settings_that_could_not_be_replayed_in_all_windows_are_not_compared(spa
     [(12, 0, 8, True), (9, 3, 8, False), (7, 5, 8, False), (10, 1, 1, True), (10, 1, 100, False), (6, 0, 1, False)],
 )
 def test_only_what_is_hardly_chance_is_called_better(better: int, worse: int, tried: int, sure: bool) -> None:
-    now = Compared(0, "as in force", 12, 2.0, 600.0, 3, 0, 1.0, 1.0, 0, 0)
-    other = replace(now, setting=1, text="wait_s = 9.0", better=better, worse=worse, tried=tried)
-    main = sentences([now, other], 60.0, 0.8)[0]
-    assert main.startswith("Better: wait_s = 9.0") == sure and (sure or "No other" in main or " not better" in main)
+    in_force = Compared(0, "as in force", 12, 2.0, 600.0, 3, 0, 1.0, 1.0, 0, 0)
+    other = replace(in_force, combination=1, text="wait_s = 9.0", better=better, worse=worse, tried=tried)
+    main = sentences([in_force, other], 60.0, 0.8)[0]
+    assert main.startswith("Better: wait_s = 9.0") == sure and (
+        sure or "No settings are clearly better" in main or " not better" in main
+    )
     assert ("may be chance" in main) == (not sure and better > 6)
 
 
 def test_a_setting_that_is_better_in_most_windows_and_worse_in_all_is_called_so() -> None:
-    now = Compared(0, "as in force", 12, 2.0, 600.0, 3, 0, 1.0, 1.0, 0, 0)
-    other = replace(now, setting=1, text="wait_s = 9.0", better=11, worse=1, overload_minutes=9.0)
-    assert "with more overload in all" in sentences([now, other], 60.0, 0.8)[0]
-    assert sentences([now], 60.0, 0.8)[0].startswith("There are no other settings")
+    in_force = Compared(0, "as in force", 12, 2.0, 600.0, 3, 0, 1.0, 1.0, 0, 0)
+    other = replace(in_force, combination=1, text="wait_s = 9.0", better=11, worse=1, overload_minutes=9.0)
+    assert "with more overload in all" in sentences([in_force, other], 60.0, 0.8)[0]
+    assert sentences([in_force], 60.0, 0.8)[0].startswith("There are no other settings")
+
+
+def test_decisions_that_only_the_replay_makes_are_said_with_the_time_of_the_first() -> None:
+    only_replayed = DifferenceInWords(BEGIN, "", "c-1: s1 to s2", "none was recorded")
+    [none] = fidelity_sentences(Fidelity(differences=[only_replayed]))
+    assert none.endswith("; the replay would have decided, first at 22:13:20.")
+    assert fidelity_sentences(Fidelity())[0].endswith("; the replay makes none either.")
+    some, _ = fidelity_sentences(Fidelity(recorded=4, same=3, differences=[only_replayed]))
+    assert "makes 3 of the balancer's 4 recorded decisions (75%), and would have decided after the last of them" in some
 
 
 def test_all_that_is_wrong_in_a_grid_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,8 +218,8 @@ def test_all_that_is_wrong_in_a_grid_is_named_at_once(tmp_path: Path, capsys: py
         ("", "names no setting"),
         ("grid = 3", "tables"),
         (
-            f"wait_s = {{ from = 1, to = {SETTINGS_MAX}, step = 1 }}\nchannel_rest_s = [1, 2]",
-            f"{2 * SETTINGS_MAX} combinations",
+            f"wait_s = {{ from = 1, to = {COMBINATIONS_MAX}, step = 1 }}\nchannel_rest_s = [1, 2]",
+            f"{2 * COMBINATIONS_MAX} combinations",
         ),
         ("load_ratio_safe = [0.5, 0.9]", "load_ratio_safe = 0.9 is above load_ratio_high = 0.8"),
     ],
@@ -236,7 +273,7 @@ def test_wrong_use_is_answered_in_one_sentence(
 
 def test_the_frontier_has_what_nothing_beats_in_everything() -> None:
     one = Compared(1, "one", 6, 2.0, 600.0, 3, 0, 1.0, 1.0, 6, 0)
-    more_moves, worse = replace(one, setting=2, overload_minutes=1.0, moves=9), replace(one, setting=3, moves=4)
+    more_moves, worse = replace(one, combination=2, overload_minutes=1.0, moves=9), replace(one, combination=3, moves=4)
     assert frontier([worse, one, more_moves]) == [more_moves, one]
     assert one.p == 1 / 64 and sign_test(0, 0) == 1.0 and sign_test(1, 1) == 0.75
     assert 0.5 < sign_test(5000, 5000) < 0.51, "two months of windows"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from dynamoth.recording import DecisionKind
+
 UNDONE_S = 3600.0
 """A channel that is back where it was within this time went to and fro."""
 
@@ -27,7 +29,7 @@ def effects(decisions: DataFrame) -> DataFrame:
     outcome.
     """
     key = ["balancer", "decision", "server"]
-    moves = decisions.where("kind = 'move'")
+    moves = decisions.where(F.col("kind") == DecisionKind.MOVE.value)
     order = F.struct("number", "line")
     promised = moves.groupBy(*key).agg(
         F.min("at").alias("at"),
@@ -37,7 +39,11 @@ def effects(decisions: DataFrame) -> DataFrame:
         F.min_by("ratio_before", order).alias("ratio_before"),
         F.max_by("ratio_predicted", order).alias("ratio_predicted"),
     )
-    outcomes = decisions.where("kind = 'outcome'").groupBy(*key).agg(F.max("ratio_measured").alias("ratio_measured"))
+    outcomes = (
+        decisions.where(F.col("kind") == DecisionKind.OUTCOME.value)
+        .groupBy(*key)
+        .agg(F.max("ratio_measured").alias("ratio_measured"))
+    )
     return promised.join(outcomes, key, "left").withColumn("error", F.col("ratio_measured") - F.col("ratio_predicted"))
 
 

@@ -1,16 +1,16 @@
-"""Asks a replay at each recorded decision what it would decide: how far a what-if can be believed.
+"""Asks a replay at each recorded decision what it would decide: how true the replay is.
 
 Theory of operation
 -------------------
 The machine gets the reports as they were recorded, and decides nothing itself: it carries out the recorded changes, and
-has each settle when it did. At the time of a recorded decision, and each ``decision_interval_s`` before it, it is asked
-what it would decide. So it has the averages, waits and rests that the recorded balancer had, and one difference does
-not lead to others.
+each settles when it did in the recording. At the time of a recorded decision, and each ``decision_interval_s`` before
+it, it is asked what it would decide. So it has the averages, waits and rests that the recorded balancer had, and one
+difference does not lead to others.
 
-A balancer says with each decision which reports it has heard since the one before, which changes have settled, and when
-by its own clock. A recorder hears the same, but later, by seconds on a busy machine. So the clock of the balancer
-counts, put to the recorder's time by the row that came with the least delay. Only what comes after the last decision
-has the recorder's time.
+A balancer records with each decision which reports it has heard since the one before, which changes have settled, and
+when, by its own clock. A recorder hears the same later, by seconds on a busy machine. So the clock of the balancer
+counts, moved to the recorder's time by the row that came with the least delay. Only events after the last decision have
+the recorder's time.
 """
 
 from __future__ import annotations
@@ -25,16 +25,8 @@ from dynamoth.names import in_quotes
 from dynamoth.plan.plan import Assignment
 from dynamoth.protocol.reports import pack_report
 from dynamoth_analytics.replay.instant_cluster import InstantCluster, configured
-from dynamoth_analytics.replay.replay import (
-    TICK_S,
-    Moved,
-    PlanChangeRow,
-    RecordedReport,
-    RecordedWindow,
-    initial_plan,
-    lead_s,
-    moved,
-)
+from dynamoth_analytics.replay.recorded import Moved, PlanStep, RecordedReport, RecordedWindow, initial_plan, moved
+from dynamoth_analytics.replay.replay import TICK_S, lead_s
 from dynamoth_balancer.decide.cluster import Decision
 from dynamoth_balancer.decide.decider import is_replicated
 from dynamoth_balancer.events import BalancerAction, InnerAction
@@ -46,10 +38,10 @@ TOLERANCE_S = 5.0
 """A replayed decision that comes at most this much earlier than the recorded one may be the same."""
 
 LATE_S_MAX = 5.0
-"""A recorder hears what a balancer says at most this much later; on a machine that is slower, decisions differ."""
+"""A recorder hears a balancer at most this much later; on a machine that is slower, decisions differ."""
 
 EARLY_S_MAX = 0.1
-"""The recorder's time of one message may be this much earlier than that of a message that came with the least delay."""
+"""The delay of one message may be this much smaller than the least one that is known."""
 
 BEGINS_S = 0.5
 """A replay needs less time to begin to lead."""
@@ -72,11 +64,11 @@ class RecordedDecision:
 
 @dataclass(frozen=True, slots=True)
 class BalancerLog:
-    """What one balancer has recorded of itself. Times are the recorder's."""
+    """The decisions, pauses and observations of one balancer. Times are the recorder's."""
 
     decisions: tuple[RecordedDecision, ...] = ()
     pauses: tuple[tuple[float, bool], ...] = ()
-    #: When it looked whether a decision was due, as far as known: when it decided or found something.
+    #: When it looked whether a decision was due, as far as known: when it had a decision or a finding.
     looks: tuple[float, ...] = ()
     #: When it heard reports, as far as known.
     heard: Mapping[ReportKey, float] = field(default_factory=dict[ReportKey, float])
@@ -114,7 +106,7 @@ class Agreement:
         return self.recorded - sum(bool(each.recorded) for each in self.differences)
 
 
-class _Begun(NamedTuple):
+class _ChangesBegan(NamedTuple):
     """Recorded changes that began together."""
 
     assignments: Mapping[bytes, Assignment]
@@ -136,10 +128,10 @@ class _Look(NamedTuple):
     decision: RecordedDecision | None
 
 
-_What = RecordedReport | _Paused | _Settled | _Look | _Begun
+_Event = RecordedReport | _Paused | _Settled | _Look | _ChangesBegan
 
-_ORDER = {RecordedReport: 0, _Paused: 1, _Settled: 2, _Look: 3, _Begun: 4}
-"""Of what happened at the same time."""
+_ORDER = {RecordedReport: 0, _Paused: 1, _Settled: 2, _Look: 3, _ChangesBegan: 4}
+"""Order of events with equal times."""
 
 
 def agreement(
@@ -149,7 +141,7 @@ def agreement(
 
     Args:
         window: the recorded load, and all recorded changes.
-        log: what the balancer has recorded.
+        log: the decisions of the balancer.
         options: those of the balancer.
         led_since: when it began to lead; None: long before the window.
 
@@ -157,17 +149,17 @@ def agreement(
         ReplayError: a balancer with these settings does not lead.
 
     """
-    return _Following(window, log, options, led_since).run()
+    return _Comparison(window, log, options, led_since).run()
 
 
-class _Follower(BalancerMachine):
-    """The balancer machine of production, except that it carries out the decisions of another one."""
+class _ObedientMachine(BalancerMachine):
+    """The balancer machine of production, except that it carries out the decisions of another balancer."""
 
     def _decide(self, installer: Installer, now: float) -> list[InnerAction]:
         return []
 
     def proposal(self, now: float) -> Decision | None:
-        """Return what it would decide now; None where it is not time, or there is nothing to do."""
+        """Return the decision that it would make now; None where it is not time, or there is nothing to do."""
         assert self._at_work is not None, "it leads"
         return self._decider.look(self._at_work, now)
 
@@ -184,8 +176,8 @@ class _Follower(BalancerMachine):
         self._decider.hold(channel, assignment)
 
 
-class _Following:
-    """One replay that follows a recording."""
+class _Comparison:
+    """One replay that follows a recording, and the differences found so far."""
 
     def __init__(
         self, window: RecordedWindow, log: BalancerLog, options: BalancerOptions, led_since: float | None
@@ -194,7 +186,7 @@ class _Following:
         self._options = options
         known = window.first + options.averaging_s if led_since is None else led_since
         self._events = _timeline(window, log, options.decision_interval_s, max(window.begin, known))
-        self._machine = _Follower(configured(window.servers), 1, options)
+        self._machine = _ObedientMachine(configured(window.servers), 1, options)
         begin = window.first - lead_s(options)
         if led_since is not None:  # reports that were heard before count, too
             begin = max(begin, min(led_since, window.first) - BEGINS_S)
@@ -214,25 +206,25 @@ class _Following:
 
     def run(self) -> Agreement:
         begin = self._cluster.now
-        for at, what in self._events:
+        for at, event in self._events:
             if at < begin:
                 continue  # before its balancer led
             if at >= self._window.end:
                 break
             self._cluster.run_until(at, TICK_S)
             self._catch_up()
-            self._take(what)
+            self._handle(event)
         if self._proposed is not None:
             at, proposal = self._proposed
             cause = "the recorded balancer made no decision after it, or only after the recording"
             self._differences.append(Difference(at, (), tuple(moved(proposal.moves, at)), cause))
         return Agreement(self._compared, self._moves, tuple(self._differences), self._followed)
 
-    def _take(self, what: _What) -> None:
-        match what:
+    def _handle(self, event: _Event) -> None:
+        match event:
             case RecordedReport(_, report):
                 self._cluster.report(report.server, report.incarnation, pack_report(report))
-            case _Begun(assignments, followed):
+            case _ChangesBegan(assignments, followed):
                 self._begin(assignments, followed)
             case _Settled(channel):
                 self._unsettled.add(channel)
@@ -260,7 +252,7 @@ class _Following:
         }
         try:
             if changes:
-                self._cluster.do(self._machine.carry_out(changes, self._cluster.now))
+                self._cluster.execute(self._machine.carry_out(changes, self._cluster.now))
         except RequestRefused as error:
             if len(changes) == 1:
                 self._refused |= {channel: (place, str(error)) for channel, place in changes.items()}
@@ -269,7 +261,7 @@ class _Following:
                 self._carry_out({channel: place})
 
     def _catch_up(self) -> None:
-        """Do what could not be done when it was recorded."""
+        """Repeat changes that were refused, and settle those that could not settle when they were recorded to."""
         for channel, (place, _) in [*self._refused.items()]:
             self._carry_out({channel: place})
         self._unsettled = {
@@ -295,7 +287,7 @@ class _Following:
         self._machine.wait(now)
 
     def _cause(self, decision: RecordedDecision, replayed: Sequence[Moved]) -> str:
-        """Return why the replay decides otherwise, as far as that can be known."""
+        """Return why the replay decides differently, as far as can be known."""
         lost = sum(key not in self._reports for key in decision.reports)
         if lost:
             return f"{lost} of {len(decision.reports)} reports that the balancer had heard are not in the recording"
@@ -310,7 +302,7 @@ class _Following:
         return f"{_first_difference(decision.moves, replayed)}; {ratios}"
 
     def _ratios(self, decision: RecordedDecision) -> str:
-        """Compare the load ratios of servers with those that the decision had."""
+        """Return the load ratios of servers beside those that the decision had, in words."""
         before: dict[str, float] = {}
         for move in decision.moves:
             before = {server: ratios.before for server, ratios in move.ratios.items()} | before
@@ -355,13 +347,13 @@ def _target(move: Moved) -> str:
     return ", ".join(predicted)
 
 
-# What happened, by time.
+# Events by time.
 
 
 def _timeline(
     window: RecordedWindow, log: BalancerLog, interval_s: float, looks_from: float
-) -> list[tuple[float, _What]]:
-    events: list[tuple[float, _What]] = [
+) -> list[tuple[float, _Event]]:
+    events: list[tuple[float, _Event]] = [
         *_reports(window, log),
         *((at, _Paused(paused)) for at, paused in log.pauses),
         *_changes(window, log),
@@ -382,7 +374,7 @@ def _reports(window: RecordedWindow, log: BalancerLog) -> list[tuple[float, Reco
     return reports[::-1]
 
 
-def _changes(window: RecordedWindow, log: BalancerLog) -> Iterator[tuple[float, _Begun | _Settled]]:
+def _changes(window: RecordedWindow, log: BalancerLog) -> Iterator[tuple[float, _ChangesBegan | _Settled]]:
     """Yield when changes began, at the times of their decisions, and when they settled."""
     decided: dict[tuple[bytes, Assignment], list[float]] = {}
     for decision in log.decisions:
@@ -393,25 +385,25 @@ def _changes(window: RecordedWindow, log: BalancerLog) -> Iterator[tuple[float, 
         settled.setdefault(channel, []).append(at)
         yield at, _Settled(channel)
     begun: dict[tuple[float, bool], dict[bytes, Assignment]] = {}
-    for row in _begins(window.plans):
-        decided_at = _heard_as(row.at, decided.get((row.channel, row.after), ()))
-        key = (row.at, True) if decided_at is None else (decided_at, False)
-        begun.setdefault(key, {})[row.channel] = row.after
-    yield from ((at, _Begun(assignments, followed)) for (at, followed), assignments in begun.items())
-    for row in window.plans:
-        if row.settled and _heard_as(row.at, settled.get(row.channel, ())) is None:
-            yield row.at, _Settled(row.channel)
+    for step in _begins(window.steps):
+        decided_at = _heard_as(step.at, decided.get((step.channel, step.after), ()))
+        key = (step.at, True) if decided_at is None else (decided_at, False)
+        begun.setdefault(key, {})[step.channel] = step.after
+    yield from ((at, _ChangesBegan(assignments, followed)) for (at, followed), assignments in begun.items())
+    for step in window.steps:
+        if step.settled and _heard_as(step.at, settled.get(step.channel, ())) is None:
+            yield step.at, _Settled(step.channel)
 
 
-def _begins(plans: Sequence[PlanChangeRow]) -> Iterator[PlanChangeRow]:
+def _begins(steps: Sequence[PlanStep]) -> Iterator[PlanStep]:
     """Yield the first step of each change."""
     under_way: dict[bytes, Assignment] = {}
-    for row in plans:
-        if under_way.get(row.channel) != row.after:
-            yield row
-        under_way[row.channel] = row.after
-        if row.settled:
-            del under_way[row.channel]
+    for step in steps:
+        if under_way.get(step.channel) != step.after:
+            yield step
+        under_way[step.channel] = step.after
+        if step.settled:
+            del under_way[step.channel]
 
 
 def _heard_as(at: float, times: Sequence[float]) -> float | None:
@@ -424,12 +416,13 @@ def _looks(
 ) -> Iterator[tuple[float, _Look]]:
     """Yield when the balancer looked whether a decision was due: at known times, and evenly between them."""
     decisions = {decision.at: decision for decision in log.decisions}
-    known = sorted({*decisions, *log.looks})
+    looks = set(log.looks)
+    known = sorted(looks.union(decisions))
     yield from ((at, _Look(decisions.get(at))) for at in known)
     times = [*known, window.end]
     for previous, at in zip([-math.inf, *known], times, strict=True):
         step_s = interval_s
-        if at in log.looks and previous > -math.inf:
+        if at in looks and previous > -math.inf:
             step_s = (at - previous) / max(1, math.floor((at - previous) / interval_s))
         since = max(previous, looks_from)
         for number in range(1, math.ceil((at - since) / step_s)):

@@ -2,7 +2,7 @@
 
 Each key is a setting of the balancer. A value is one value, a list of them, or a range ``{ from = 0.6, to = 0.9, step =
 0.1 }`` with both ends. All combinations are tried. Tables ``[[grid]]`` are grids of their own, so that only some
-combinations are.
+combinations are tried.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dynamoth.settings.declare import Declared, one_of, to_text
 from dynamoth.settings.sections import PlanningSettings
 from dynamoth_balancer.options import BalancerOptions
 
-SETTINGS_MAX = 10_000
+COMBINATIONS_MAX = 10_000
 """Most combinations of one grid: some hours of a machine's time."""
 
 NUMBER_MAX = 10**15
-"""Of a range: larger numbers are none of any setting, and do not fit into a float."""
+"""Bound of the numbers of a range: no setting takes larger numbers."""
 
 PROBLEMS_SHOWN_MAX = 20
 
 _NO_DECISIONS = ("standby", "lease_s", "agent_stale_s", "replica_dead_s")
-"""Settings of balancers that fail or wait: a replay has neither."""
+"""Settings for balancers that fail or wait: a replay has neither."""
 
 _OPTIONS = (
     "load_ratio_accept",
@@ -67,14 +67,14 @@ def known_settings() -> dict[str, Declared]:
     }
 
 
-def read_grid(text: str, name: str, current: BalancerOptions, *, related: bool = True) -> list[Combination]:
+def read_grid(text: str, name: str, in_force: BalancerOptions, *, related: bool = True) -> list[Combination]:
     """Return all combinations, the settings in force first.
 
     Args:
         text: of the file.
         name: of the file, for messages.
-        current: the settings in force; they apply to all that the grid does not name.
-        related: whether to compare what the grid names with the settings in force. Off while these are not known.
+        in_force: the settings in force; they apply to all that the grid does not name.
+        related: whether to check the grid against the settings in force, too. False while these are not known.
 
     Raises:
         ConfigError: the file cannot be used. The text names everything that is wrong in it.
@@ -95,11 +95,12 @@ def read_grid(text: str, name: str, current: BalancerOptions, *, related: bool =
         problems.append("it names no setting: add a line such as load_ratio_high = [0.7, 0.8]")
     axes = [_axes(grid, problems) for grid in grids]
     _refuse(name, problems)
-    if (size := sum(prod(map(len, each.values())) for each in axes)) > SETTINGS_MAX:
-        raise ConfigError(f"{name} has {size} combinations, and at most {SETTINGS_MAX} are compared: take fewer values")
-    settings = list(_settings(axes, current, problems, related=related))
+    if (size := sum(prod(map(len, each.values())) for each in axes)) > COMBINATIONS_MAX:
+        limit = f"at most {COMBINATIONS_MAX} are compared"
+        raise ConfigError(f"{name} has {size} combinations, and {limit}: take fewer values")
+    combinations = list(_combinations(axes, in_force, problems, related=related))
     _refuse(name, problems)
-    return [Combination({}, current), *settings]
+    return [Combination({}, in_force), *combinations]
 
 
 def _refuse(name: str, problems: Sequence[str]) -> None:
@@ -145,10 +146,10 @@ def _values(name: str, given: Any, problems: list[str]) -> Sequence[Any]:
         not all(abs(each) <= NUMBER_MAX for each in numbers if each is not None)
         or not step > 0
         or not first <= last
-        or (last - first) / step >= SETTINGS_MAX
+        or (last - first) / step >= COMBINATIONS_MAX
     ):
         problems.append(
-            f"{name}: a range goes up from its first to its last value, in fewer than {SETTINGS_MAX} steps:"
+            f"{name}: a range goes up from its first to its last value, in fewer than {COMBINATIONS_MAX} steps:"
             f" not {_toml(ends)}"
         )
         return []
@@ -162,14 +163,14 @@ def _toml(given: Mapping[str, Any]) -> str:
     return f"{{ {text:.80} }}"
 
 
-def _settings(
-    axes: Sequence[Mapping[str, Sequence[Any]]], current: BalancerOptions, problems: list[str], *, related: bool
+def _combinations(
+    axes: Sequence[Mapping[str, Sequence[Any]]], in_force: BalancerOptions, problems: list[str], *, related: bool
 ) -> Iterator[Combination]:
-    seen: set[BalancerOptions] = {current}
+    seen: set[BalancerOptions] = {in_force}
     for each in axes:
         for values in product(*each.values()):
             changes = dict(zip(each, values, strict=True))
-            options = replace(current, **changes)
+            options = replace(in_force, **changes)
             if options.load_ratio_safe > options.load_ratio_high:
                 if related or {"load_ratio_safe", "load_ratio_high"} <= changes.keys():
                     problems.append(

@@ -1,7 +1,7 @@
-"""Servers and agents that answer a balancer machine at once: what a replay runs the machine against.
+"""The cluster of a replay: servers and agents that answer a balancer machine at once.
 
 Each server keeps the lease and the plan as Redis does. Its agent acts on a change of the plan when it hears of it, and
-says that an old location is empty ``settle_s`` after the change has become active. An agent answers while its reports
+reports an old location as empty ``settle_s`` after the change has become active. An agent answers while its reports
 are in the recording.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from dynamoth.errors import DynamothError
 from dynamoth.machine.events import CommandPart, Connect, LinkUp, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, OPERATOR_CHANNEL, PLAN_KEY, RECORD_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, OPERATOR_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Entry, Phase, Plan, Server
 from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
 from dynamoth.protocol.stored_plan import VERSION_FIELD, write_whole
@@ -27,7 +27,7 @@ AGENT_SILENT_S = 3.0
 """An agent without reports for longer is down: it answers nothing."""
 
 LEAD_S_MAX = 10.0
-"""A balancer that does not lead by then never will: nothing here takes time."""
+"""A balancer that does not lead after this time never will: nothing here takes time."""
 
 REQUEST_DONE = 1
 
@@ -95,7 +95,7 @@ class InstantCluster:
         servers: their ids, at least one.
         plan: the plan that the servers store at first; None for a new cluster.
         begin: the virtual time, in seconds.
-        settle_s: how long subscribers take to follow a change; infinite: until ``vacate`` says so.
+        settle_s: how long subscribers take to follow a change; infinite: until ``vacate`` is called.
 
     """
 
@@ -104,10 +104,8 @@ class InstantCluster:
     ) -> None:
         self.now = self._ticked_at = begin
         self.machine = machine
-        #: What the machine has said, for the owner to take.
+        #: The news of the machine, for the owner to take.
         self.news: deque[tuple[float, BalancerNews]] = deque()
-        #: What it has said to recorders, once; None where nobody asks for it.
-        self.records: list[tuple[float, bytes]] | None = None
         self._settle_s = settle_s
         self._redis = {server: _Redis(plan) for server in servers}
         #: When each agent has reported last, and its incarnation.
@@ -125,7 +123,7 @@ class InstantCluster:
             self.run_until(self.now + machine.options.step_interval_s + 0.1)
 
     def pause(self, *, paused: bool) -> None:
-        """Have the balancer make no plans of its own, or make them again."""
+        """Stop the balancer from making plans of its own, or let it make them again."""
         request = AdminRequest(next(self._numbers), "pause" if paused else "resume")
         self._push(next(iter(self._redis)), OPERATOR_CHANNEL, pack_control(request))
 
@@ -142,7 +140,7 @@ class InstantCluster:
             if tick_s and not self.machine.transitions:
                 due = max(due, self._ticked_at + tick_s)
             if self._later and self._later[0][0] <= min(due, time):
-                self._come(*heapq.heappop(self._later))
+                self._report_vacated(*heapq.heappop(self._later))
             elif due <= time:
                 self.now = self._ticked_at = max(self.now, due)
                 self._handle(Tick())
@@ -150,22 +148,20 @@ class InstantCluster:
                 self.now = max(self.now, time)
                 return
 
-    # What the machine asks for.
-
     def _push(self, server: str, channel: bytes, data: bytes) -> None:
         self._handle(Pushed(server, [[b"message", channel, data]]))
 
     def _handle(self, event: BalancerEvent) -> None:
         self._events.append(event)
         while self._events:
-            self._execute(self.machine.handle(self._events.popleft(), self.now))
+            self._run_actions(self.machine.handle(self._events.popleft(), self.now))
 
-    def do(self, actions: Iterable[BalancerAction]) -> None:
+    def execute(self, actions: Iterable[BalancerAction]) -> None:
         """Execute actions that the machine has returned outside of an event."""
-        self._execute(actions)
+        self._run_actions(actions)
         self._handle(Tick())
 
-    def _execute(self, actions: Iterable[BalancerAction]) -> None:
+    def _run_actions(self, actions: Iterable[BalancerAction]) -> None:
         for action in actions:
             match action:
                 case Send(link, command, tag):
@@ -181,12 +177,6 @@ class InstantCluster:
 
     def _send(self, server: str, command: Sequence[CommandPart], tag: Any) -> None:
         if command[0] == b"SUBSCRIBE":
-            return
-        if command[:2] == (b"PUBLISH", RECORD_CHANNEL):
-            data = command[2]
-            assert isinstance(data, bytes), "rows are packed"
-            if self.records is not None and server == next(iter(self._redis)):
-                self.records.append((self.now, data))
             return
         reply = self._redis[server].execute(command)
         if tag is not None:
@@ -204,8 +194,8 @@ class InstantCluster:
         reported_at, incarnation = self._agents.get(server, (-math.inf, 0))
         return incarnation if self.now - reported_at <= AGENT_SILENT_S else None
 
-    def _come(self, time: float, _: int, server: str, left: tuple[tuple[bytes, int], ...]) -> None:
-        """Have an agent say that nobody listens at old locations any more, as soon as it is up."""
+    def _report_vacated(self, time: float, _: int, server: str, left: tuple[tuple[bytes, int], ...]) -> None:
+        """Send that nobody listens at old locations any more, from an agent that is up; later if it is down."""
         self.now = max(self.now, time)
         incarnation = self._agent(server)
         if incarnation is None:
@@ -214,7 +204,7 @@ class InstantCluster:
             self._push(server, BALANCER_CHANNEL, pack_control(Vacated(server, left, incarnation)))
 
     def vacate(self, channel: bytes) -> bool:
-        """Have agents say that nobody listens at the old locations of a channel; return whether it has settled."""
+        """Send that nobody listens at the old locations of a channel; return whether it has settled."""
         assert self.machine.plan is not None, "a balancer that leads has a plan"
         entry = self.machine.plan.entries.get(channel)
         if entry is not None and entry.phase is Phase.ACTIVE:
@@ -225,7 +215,7 @@ class InstantCluster:
         return self.machine.plan.entry(channel).phase is Phase.SETTLED
 
     def _follow(self, plan: Plan) -> None:
-        """Have subscribers leave the old locations of changes that have become active, some time later."""
+        """Plan when subscribers leave the old locations of changes that have become active."""
         left: dict[str, list[tuple[bytes, int]]] = {}
         for channel, epoch, entry in self._activated(plan.entries):
             for server in _old_servers(entry):

@@ -1,4 +1,4 @@
-"""Cuts a recording into windows that fit into one task each, and reads them there.
+"""Cuts a recording into windows that fit into one task each, and unpacks them in the tasks.
 
 Spark groups the rows of a window; none of them comes to the driver. The rows are packed as Arrow streams, so that every
 task that replays the window gets one small row.
@@ -24,33 +24,30 @@ from pyspark.sql import functions as F
 from dynamoth.errors import PlanError
 from dynamoth.plan.plan import Assignment
 from dynamoth.protocol.reports import ChannelColumns, Report
-from dynamoth.recording import channel_bytes
+from dynamoth.recording import DecisionKind, channel_bytes
 from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.replay.agreement import BalancerLog, RecordedDecision, ReportKey
-from dynamoth_analytics.replay.replay import (
-    SETTLE_S,
-    Moved,
-    PlanChangeRow,
-    RecordedReport,
-    RecordedWindow,
-    channel_columns,
-)
+from dynamoth_analytics.replay.recorded import Moved, PlanStep, RecordedReport, RecordedWindow, channel_columns
+from dynamoth_analytics.replay.replay import SETTLE_S
 from dynamoth_balancer.admin.changes import MODES
 from dynamoth_balancer.decide.cluster import Ratios
 
 PREROLL_S = 30.0
-"""A window comes with the reports of this time before it, so that its averages do not begin with nothing."""
+"""A window comes with the reports of this time before it: its averages begin with them."""
 
-WHOLE = -1
-"""The window that compares recorded and replayed decisions: the whole recording, at most its last ``WHOLE_S_MAX``."""
+WHOLE_RECORDING = -1
+"""The number of the window in which recorded and replayed decisions are compared."""
 
 WHOLE_S_MAX = 3600.0
+"""Of a longer recording, that window is the end."""
 
 MOMENT_S = 1e-6
 
 ROW_SHOWN_MAX = 200
 """Characters of a row in a message."""
+
+_PAUSES = (DecisionKind.PAUSED.value, DecisionKind.RESUMED.value)
 
 _LEADS = "leads"
 """Marks when a balancer was first heard of, among the rows of pauses."""
@@ -74,7 +71,7 @@ _CHANNEL = ("channel", "publications", "publishers", "subscribers", "bytes_out")
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class ReplaySpan:
     """What all windows of a recording have in common. Times in seconds of the Unix clock."""
 
     begin: float
@@ -93,90 +90,85 @@ class Extent:
         """How many windows there are, those without reports included."""
         return math.floor((self.end - self.begin) / self.window_s) + 1
 
-    def bounds(self, slot: int) -> tuple[float, float]:
+    def bounds(self, window: int) -> tuple[float, float]:
         """Return when a window begins and ends."""
-        if slot == WHOLE:
+        if window == WHOLE_RECORDING:
             return max(self.begin, self.end - WHOLE_S_MAX), self.end + MOMENT_S
-        return self.begin + slot * self.window_s, self.begin + (slot + 1) * self.window_s
+        return self.begin + window * self.window_s, self.begin + (window + 1) * self.window_s
 
 
 def _seconds(name: str = "at") -> Column:
     return F.col(name).cast("double")
 
 
-def _slot(at: Column, extent: Extent) -> Column:
-    return F.floor((at - F.lit(extent.begin)) / F.lit(extent.window_s))
-
-
-def _until_end(recording: Recording, name: str) -> DataFrame:
-    """Return a table with what was before the begin of the recording, too."""
-    return recording.table(name) if recording.begin is None else recording.until_end(name)
+def _window_of(at: Column, span: ReplaySpan) -> Column:
+    return F.floor((at - F.lit(span.begin)) / F.lit(span.window_s))
 
 
 def with_preroll(recording: Recording) -> Recording:
-    """Return a recording with the reports before the first window, too."""
+    """Return a recording that begins with the reports before the first window."""
     if recording.begin is None:
         return recording
-    return replace(recording, begin=recording.begin - timedelta(seconds=PREROLL_S))
+    return recording.part(recording.begin - timedelta(seconds=PREROLL_S), recording.end)
 
 
-def reports_of(recording: Recording, extent: Extent) -> DataFrame:
+def reports_of(recording: Recording, span: ReplaySpan) -> DataFrame:
     """Return the reports of each window, and those of the time before it."""
     at = _seconds()
-    slots = F.array(
-        F.when(at >= extent.begin, _slot(at, extent)),
-        F.least(_slot(at + PREROLL_S, extent), F.lit(extent.windows - 1)),
-        F.when(at >= extent.bounds(WHOLE)[0] - PREROLL_S, F.lit(WHOLE).cast("long")),
+    windows = F.array(
+        F.when(at >= span.begin, _window_of(at, span)),
+        F.least(_window_of(at + PREROLL_S, span), F.lit(span.windows - 1)),
+        F.when(at >= span.bounds(WHOLE_RECORDING)[0] - PREROLL_S, F.lit(WHOLE_RECORDING).cast("long")),
     )
-    rows = recording.table("servers", _REPORT).where(at >= extent.begin - PREROLL_S)
-    return rows.select(F.explode(F.array_compact(F.array_distinct(slots))).alias("slot"), at.alias("at"), *_REPORT)
+    rows = recording.table("servers", _REPORT).where(at >= span.begin - PREROLL_S)
+    return rows.select(F.explode(F.array_compact(F.array_distinct(windows))).alias("window"), at.alias("at"), *_REPORT)
 
 
-def packed_windows(recording: Recording, extent: Extent) -> DataFrame:
-    """Return one row per window: slot, reports, channels, steps of plans, pauses, and the log (of ``WHOLE`` only)."""
+def packed_windows(recording: Recording, span: ReplaySpan) -> DataFrame:
+    """Return one row per window: number, reports, channels, steps of plans, pauses; ``WHOLE_RECORDING`` has the log."""
     recording = with_preroll(recording)
-    reports = reports_of(recording, extent)
+    reports = reports_of(recording, span)
     named = recording.table("channels", _CHANNEL).where(F.col("channel").isNotNull()).select(*_KEY, *_CHANNEL)
     # Spark takes two columns for one where both have one origin: the alias makes another of it.
-    slots_of = reports.select(F.col("slot").alias("slot"), *_KEY)
-    channels = named.join(slots_of, list(_KEY)).select("slot", *_KEY, *_CHANNEL)
+    windows_of = reports.select(F.col("window").alias("window"), *_KEY)
+    channels = named.join(windows_of, list(_KEY)).select("window", *_KEY, *_CHANNEL)
     packed = (
-        reports.groupBy("slot")
-        .cogroup(channels.groupBy("slot"))
-        .applyInArrow(_pack, "slot long, reports binary, channels binary")
+        reports.groupBy("window")
+        .cogroup(channels.groupBy("window"))
+        .applyInArrow(_pack, "window long, reports binary, channels binary")
     )
-    steps, log = plan_steps(recording, extent), _log(recording, extent)
-    return packed.join(steps, "slot", "left").join(log, "slot", "left").crossJoin(pauses_of(recording))
+    steps, log = plan_steps(recording, span), _log(recording, span)
+    return packed.join(steps, "window", "left").join(log, "window", "left").crossJoin(pauses_of(recording))
 
 
-def plan_steps(recording: Recording, extent: Extent) -> DataFrame:
+def plan_steps(recording: Recording, span: ReplaySpan) -> DataFrame:
     """Return the steps of plans of each window as JSON, with the latest step of each channel before its reports."""
     following = F.lead("at").over(Window.partitionBy("channel").orderBy("at", "version"))
-    plans = _until_end(recording, "plans").withColumn("at", _seconds())
-    until = F.coalesce(following, F.lit(extent.end))
-    plans = plans.withColumn("until", until).where(F.col("until") >= extent.begin - PREROLL_S)
-    first = F.greatest(_slot(F.col("at"), extent), F.lit(0))
-    last = F.least(_slot(F.col("until") + PREROLL_S, extent), F.lit(extent.windows - 1))
-    slots = F.when(last >= first, F.sequence(first, last)).otherwise(F.array(first))
-    whole = F.when(F.col("until") >= extent.bounds(WHOLE)[0] - PREROLL_S, F.lit(WHOLE).cast("long"))
-    rows = plans.withColumn("slot", F.explode(F.array_compact(F.array_append(slots, whole))))
+    plans = recording.until_end("plans").withColumn("at", _seconds())
+    until = F.coalesce(following, F.lit(span.end))
+    plans = plans.withColumn("until", until).where(F.col("until") >= span.begin - PREROLL_S)
+    first = F.greatest(_window_of(F.col("at"), span), F.lit(0))
+    last = F.least(_window_of(F.col("until") + PREROLL_S, span), F.lit(span.windows - 1))
+    windows = F.when(last >= first, F.sequence(first, last)).otherwise(F.array(first))
+    whole = F.when(F.col("until") >= span.bounds(WHOLE_RECORDING)[0] - PREROLL_S, F.lit(WHOLE_RECORDING).cast("long"))
+    rows = plans.withColumn("window", F.explode(F.array_compact(F.array_append(windows, whole))))
     step = F.struct("at", "version", "channel", "from_mode", "from_servers", "to_mode", "to_servers", "phase")
-    return rows.groupBy("slot").agg(F.to_json(F.array_sort(F.collect_list(step))).alias("steps"))
+    return rows.groupBy("window").agg(F.to_json(F.array_sort(F.collect_list(step))).alias("steps"))
 
 
-def _log(recording: Recording, extent: Extent) -> DataFrame:
-    """Return what the latest balancer says of itself in the whole window, as JSON."""
-    rows = recording.table("decisions").where("kind != 'outcome'").withColumn("at", _seconds())
-    begin, _ = extent.bounds(WHOLE)
-    whole = rows.where((F.col("balancer") == extent.balancer) & (F.col("at") >= begin - PREROLL_S))
+def _log(recording: Recording, span: ReplaySpan) -> DataFrame:
+    """Return the rows of the latest balancer in the table ``decisions`` for the whole recording, as JSON."""
+    rows = recording.table("decisions").where(F.col("kind") != DecisionKind.OUTCOME.value).withColumn("at", _seconds())
+    begin, _ = span.bounds(WHOLE_RECORDING)
+    whole = rows.where((F.col("balancer") == span.balancer) & (F.col("at") >= begin - PREROLL_S))
     text = F.to_json(F.collect_list(F.struct(*_LOG))).alias("log")
-    return whole.agg(text).select(F.lit(WHOLE).cast("long").alias("slot"), "log")
+    return whole.agg(text).select(F.lit(WHOLE_RECORDING).cast("long").alias("window"), "log")
 
 
 def pauses_of(recording: Recording) -> DataFrame:
     """Return the rows of ``recorded_pauses`` as JSON."""
-    pauses = _until_end(recording, "decisions").where("kind in ('paused', 'resumed')").withColumn("at", _seconds())
-    balancers = _until_end(recording, "settings").groupBy("balancer").agg(F.min(_seconds()).alias("at"))
+    pauses = recording.until_end("decisions").where(F.col("kind").isin(*_PAUSES)).withColumn("at", _seconds())
+    balancers = recording.until_end("settings").groupBy("balancer").agg(F.min(_seconds()).alias("at"))
     columns = ("at", "balancer", "kind")
     rows = pauses.select(*columns).unionByName(balancers.withColumn("kind", F.lit(_LEADS)).select(*columns))
     return rows.agg(F.to_json(F.array_sort(F.collect_list(F.struct(*columns)))).alias("pauses"))
@@ -186,14 +178,14 @@ def _pack(key: tuple[Any, ...], reports: pa.Table, channels: pa.Table) -> pa.Tab
     """Pack the rows of one window. Runs in a task."""
     if not reports.num_rows:
         nothing = pa.array([], pa.binary())
-        return pa.table({"slot": pa.array([], pa.int64()), "reports": nothing, "channels": nothing})
+        return pa.table({"window": pa.array([], pa.int64()), "reports": nothing, "channels": nothing})
     order = [(name, "ascending") for name in ("at", *_KEY)]
     rows = channels.sort_by([*((name, "ascending") for name in _KEY), ("bytes_out", "descending")])
     return pa.table(
         {
-            "slot": pa.array([key[0].as_py()], pa.int64()),
-            "reports": pa.array([_stream(reports.drop_columns(["slot"]).sort_by(order))], pa.binary()),
-            "channels": pa.array([_stream(rows.drop_columns(["slot"]))], pa.binary()),
+            "window": pa.array([key[0].as_py()], pa.int64()),
+            "reports": pa.array([_stream(reports.drop_columns(["window"]).sort_by(order))], pa.binary()),
+            "channels": pa.array([_stream(rows.drop_columns(["window"]))], pa.binary()),
         }
     )
 
@@ -210,19 +202,19 @@ def _stream(table: pa.Table) -> bytes:
 
 
 def unpacked(
-    slot: int, reports: bytes, channels: bytes, steps: str | None, pauses: str | None, extent: Extent
+    window: int, reports: bytes, channels: bytes, steps: str | None, pauses: str | None, span: ReplaySpan
 ) -> RecordedWindow:
     """Return a window that ``packed_windows`` has packed."""
     columns = _columns(pa.ipc.open_stream(channels).read_all())
     rows = pa.ipc.open_stream(reports).read_all().to_pylist()
-    begin, end = extent.bounds(slot)
+    begin, end = span.bounds(window)
     return RecordedWindow(
         begin,
         end,
-        extent.servers,
+        span.servers,
         [RecordedReport(row["at"], _report(row, columns)) for row in rows],
-        [recorded_step(row) for row in json.loads(steps or "[]")],
-        extent.ring,
+        [plan_step(row) for row in json.loads(steps or "[]")],
+        span.ring,
         recorded_pauses(json.loads(pauses or "[]")),
     )
 
@@ -238,18 +230,18 @@ def recorded_pauses(rows: Iterable[Mapping[str, Any]]) -> list[tuple[float, bool
     balancer: int | None = None
     for row in rows:
         if row["kind"] != _LEADS or row["balancer"] != balancer:
-            pauses.append((row["at"], row["kind"] == "paused"))
+            pauses.append((row["at"], row["kind"] == DecisionKind.PAUSED))
         balancer = row["balancer"]
     return pauses
 
 
 def recorded_log(rows: Iterable[Mapping[str, Any]]) -> BalancerLog:
-    """Return what rows of the table ``decisions`` say, those of one balancer, with ``at`` in seconds."""
+    """Read rows of the table ``decisions``, those of one balancer, with ``at`` in seconds. Raises BadRecording."""
     ordered = sorted(rows, key=lambda row: (row["number"], row["line"]))
     offset = min((row["at"] - row["clock_s"] for row in ordered if row.get("clock_s") is not None), default=0.0)
     heard: dict[ReportKey, float] = {}
     settled: list[tuple[float, bytes]] = []
-    after = -math.inf  # what a row names came after the row before it, if only by a moment
+    after = -math.inf  # the reports and changes of a row came after the row before it
     pauses: list[tuple[float, bool]] = []
     decisions: dict[int, RecordedDecision] = {}
     looks: dict[float, None] = {}
@@ -261,10 +253,10 @@ def recorded_log(rows: Iterable[Mapping[str, Any]]) -> BalancerLog:
             settled.append((max(clock_s + offset, after), channel))
         if row.get("clock_s") is not None:
             after = at + MOMENT_S
-            looks |= {} if row["kind"] in ("paused", "resumed") else {at: None}
-        if row["kind"] in ("paused", "resumed"):
-            pauses.append((at, row["kind"] == "paused"))
-        elif row["kind"] == "move":
+            looks |= {} if row["kind"] in _PAUSES else {at: None}
+        if row["kind"] in _PAUSES:
+            pauses.append((at, row["kind"] == DecisionKind.PAUSED))
+        elif row["kind"] == DecisionKind.MOVE:
             decision = decisions.get(row["decision"]) or RecordedDecision(at, (), tuple(new))
             decisions[row["decision"]] = _with_move(decision, row)
     return BalancerLog(tuple(decisions.values()), tuple(pauses), tuple(looks), heard, tuple(settled))
@@ -288,8 +280,8 @@ def _settled(text: str) -> tuple[float, bytes]:
         raise _not_written("decisions", text) from error
 
 
-def _not_written(table: str, what: object) -> BadRecording:
-    shown = f"{what}"[:ROW_SHOWN_MAX]
+def _not_written(table: str, row: object) -> BadRecording:
+    shown = f"{row}"[:ROW_SHOWN_MAX]
     return BadRecording(f"the table {table} has a row that no balancer wrote: {shown}: move its file elsewhere")
 
 
@@ -339,13 +331,13 @@ def _report(row: dict[str, Any], columns: dict[tuple[str, int, int], ChannelColu
     )
 
 
-def recorded_step(row: Mapping[str, Any]) -> PlanChangeRow:
-    """Return what a row of the table ``plans`` says, with ``at`` in seconds."""
+def plan_step(row: Mapping[str, Any]) -> PlanStep:
+    """Read a row of the table ``plans``, with ``at`` in seconds. Raises BadRecording."""
     after = _assignment(row, "to")
     if after is None:
         raise _not_written("plans", row)
     before = _assignment(row, "from")
-    return PlanChangeRow(row["at"], channel_bytes(row["channel"]), before, after, row.get("phase") == "settled")
+    return PlanStep(row["at"], channel_bytes(row["channel"]), before, after, row.get("phase") == "settled")
 
 
 def _assignment(row: Mapping[str, Any], which: str) -> Assignment | None:
