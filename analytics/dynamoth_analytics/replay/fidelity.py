@@ -96,7 +96,8 @@ def fidelity(found: Agreement, moves_replayed: int, overload_s: float, overload_
 
 def _in_words(moves: Sequence[Moved]) -> str:
     shown = [
-        f"{display_name(channel_text(move.channel))}: {', '.join(move.before.servers)} to {', '.join(move.after.servers)}"
+        f"{display_name(channel_text(move.channel))}: {', '.join(move.before.servers)} to"
+        f" {', '.join(move.after.servers)}"
         for move in moves[:MOVES_SHOWN_MAX]
     ]
     more = len(moves) - len(shown)

@@ -254,9 +254,9 @@ class _RecorderProcess(DaemonProcess[RecorderNews]):
             lost = Counter(state.backlog.lost).total()
             self._log.write(logging.INFO, "the recording is written again", rows_lost=lost)
         if was_failing != bool(failure):
-            lost = Counter(state.backlog.lost) - self._lost_before
-            self._lost_before += lost
-            self._driver.handle(StoreChanged(bool(failure), lost))
+            newly_lost = Counter(state.backlog.lost) - self._lost_before
+            self._lost_before += newly_lost
+            self._driver.handle(StoreChanged(bool(failure), newly_lost))
 
     async def _keep_tidy(self) -> None:
         """Delete old hours and, if rows can be written, merge small files, again and again."""
