@@ -206,7 +206,7 @@ class Report:
         capacity = max(capacities(jobs.drawn, at_break=True).values(), default=extent.capacity)
         high = settings["load_ratio_high"]
         jobs.run("outgrown", lambda: replication.outgrown(loads, capacity, high), F.desc("ratio"))
-        named = jobs.run("publisher_slots", lambda: publishers.publisher_slots(rows, server_loads, slot_s))
+        named = jobs.run("publisher_slots", lambda: publishers.publisher_slots(rows, slots, server_loads, slot_s))
         found = partial(anomalies.anomalies, servers, loads, named)
         departed = jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
         jobs.draw("incomplete", anomalies.incomplete(departed))

@@ -8,7 +8,7 @@ from math import exp, log
 from random import Random
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.testing import assertDataFrameEqual  # pyright: ignore[reportUnknownVariableType] it names types of pandas
 
@@ -237,13 +237,18 @@ def test_publishers_are_not_busier_when_reports_come_together(spark: SparkSessio
     columns = "at timestamp, server string, channel string, interval_s double, publishers long, publications long"
     reports = [(at, "s1", "c", 1.0, 1, 90, b"12345678")] * 3
     rows = made(spark, reports, f"{columns}, publisher_ids binary")
+    zeros = {name: F.lit(0) for name in ("messages_sent", "bytes_in", "bytes_out", "subscribers", "channels")}
+
+    def slots_of(channel_rows: DataFrame) -> DataFrame:
+        return channels.channel_slots(channel_rows.withColumns(zeros), 1)
+
     figures = F.lit(1.0).alias("outgoing_bytes_per_s"), F.lit(9.0).alias("outgoing_bytes_per_s_max")
     loads = load.load(rows.select("*", *figures, F.lit(0.0).alias("cpu_ratio")), 1, 0.8)
-    [row] = publisher_slots(rows, loads, 1).collect()
+    [row] = publisher_slots(rows, slots_of(rows), loads, 1).collect()
     assert (row["seconds"], row["channels"], row["publications_per_s"]) == (3.0, 1.0, 90.0)
     for channel, publishers in ((None, 0), ("d", 1)):
         more = made(spark, [(at, "s1", channel, 1.0, publishers, 5, None)], rows.schema)
-        [row] = publisher_slots(rows.union(more), loads, 1).collect()
+        [row] = publisher_slots(rows.union(more), slots_of(rows.union(more)), loads, 1).collect()
         assert (row["channels"], row["publications_per_s"]) == (None, 90.0), "of others no publisher is named"
 
 

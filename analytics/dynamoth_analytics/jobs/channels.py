@@ -38,8 +38,13 @@ def channel_slots(channels: DataFrame, slot_s: int) -> DataFrame:
     """Return one row per channel, server and slot. The channel null stands for all others.
 
     Sums over its reports; ``publishers`` and ``channels`` are the largest, ``subscribers`` is the mean over the time.
+    ``unidentified`` says whether a report did not name its publishers; only where ``channels`` has their ids.
     """
-    return _summed(channels.select("*", slot_of(slot_s).alias("slot"), F.col("interval_s").alias("seconds")))
+    rows = channels.select("*", slot_of(slot_s).alias("slot"), F.col("interval_s").alias("seconds"))
+    if "publisher_ids" in rows.columns:
+        is_empty = F.coalesce(F.length("publisher_ids"), F.lit(0)) == 0
+        rows = rows.withColumn("unidentified", (F.col("publishers") > 0) & is_empty)
+    return _summed(rows)
 
 
 def combined(slots: DataFrame) -> DataFrame:
@@ -49,11 +54,13 @@ def combined(slots: DataFrame) -> DataFrame:
 
 def _summed(rows: DataFrame) -> DataFrame:
     sums = ("seconds", "publications", "messages_sent", "bytes_in", "bytes_out")
+    unidentified = [F.max(name).alias(name) for name in rows.columns if name == "unidentified"]
     return rows.groupBy("channel", "server", "slot").agg(
         *(F.sum(name).alias(name) for name in sums),
         F.max("publishers").alias("publishers"),
         weighted_mean("subscribers", "seconds").alias("subscribers"),
         F.max("channels").alias("channels"),
+        *unidentified,
     )
 
 

@@ -16,7 +16,7 @@ from dynamoth.protocol.reports import ID_BYTES
 from dynamoth_analytics.jobs.load import slot_of
 
 
-def publisher_slots(channels: DataFrame, loads: DataFrame, slot_s: int) -> DataFrame:
+def publisher_slots(channels: DataFrame, slots: DataFrame, loads: DataFrame, slot_s: int) -> DataFrame:
     """Return one row per publisher and slot in which reports name it.
 
     ``publisher`` is the client's id in hexadecimal digits. ``channels`` is the mean number of channels at once (of a
@@ -26,19 +26,18 @@ def publisher_slots(channels: DataFrame, loads: DataFrame, slot_s: int) -> DataF
 
     Args:
         channels: the table.
+        slots: those of :func:`dynamoth_analytics.jobs.channels.channel_slots`.
         loads: those of :func:`dynamoth_analytics.jobs.load.load`.
         slot_s: length of a slot in seconds.
 
     """
-    digits = F.length(F.coalesce("publisher_ids", F.lit(b"")))
-    rows = channels.withColumn("slot", slot_of(slot_s))
-    unnamed = F.col("channel").isNull() | ((F.col("publishers") > 0) & (digits == 0))
-    cut = rows.groupBy("server", "slot").agg(F.max(unnamed).alias("cut"))
+    unnamed = F.col("channel").isNull() | F.col("unidentified")
+    cut = slots.groupBy("server", "slot").agg(F.max(unnamed).alias("cut"))
     servers = loads.select("server", "slot", "covered_s").join(cut, ["server", "slot"], "full")
     ids = F.regexp_extract_all(F.lower(F.hex("publisher_ids")), F.lit(f".{{{2 * ID_BYTES}}}"), F.lit(0))
     alone = F.when(F.col("publishers") == 1, F.col("publications") / F.nullif("interval_s", F.lit(0.0)))
-    named = rows.where(digits >= ID_BYTES).select(
-        "server", "slot", "interval_s", alone.alias("alone"), F.explode(ids).alias("publisher")
+    named = channels.where(F.length("publisher_ids") >= ID_BYTES).select(
+        "server", slot_of(slot_s).alias("slot"), "interval_s", alone.alias("alone"), F.explode(ids).alias("publisher")
     )
     seconds = F.greatest(F.max("covered_s"), F.max("interval_s"), F.lit(float(slot_s)))
     return (
