@@ -126,7 +126,7 @@ def extent_of(servers: DataFrame) -> Extent | None:
     """Return the extent of a table of servers; None where it has no report."""
     minute = F.floor(F.col("at").cast("double") / 60)
     by_server = servers.groupBy("server").agg(
-        F.min(F.col("at").cast("double") - F.col("interval_s")).alias("begin"),
+        F.min(F.col("at").cast("double") - F.coalesce("interval_s", F.lit(0.0))).alias("begin"),
         F.max("at").cast("double").alias("end"),
         F.count_distinct(minute).alias("minutes"),
         F.percentile_approx("interval_s", 0.5).alias("interval_s"),
