@@ -39,6 +39,12 @@ class MalformedMessage(DynamothError):
     code = "malformed"
 
 
+class OlderPlan(MalformedMessage):
+    """Raised when a stored plan has the format of an older version, which this one cannot continue."""
+
+    code = "older-plan"
+
+
 class UnknownMode(MalformedMessage):
     """Raised when a route has a mode that this software does not know: the sender is newer."""
 

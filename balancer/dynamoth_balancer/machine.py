@@ -27,6 +27,7 @@ from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, Reque
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth.plan.plan import Assignment, Plan, Server
+from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.control import AdminRequest, unpack_control
 from dynamoth_balancer.admin.api import Admin
 from dynamoth_balancer.admin.changes import Changes
@@ -39,6 +40,7 @@ from dynamoth_balancer.decide.drain import Drain
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Replicate
+from dynamoth_balancer.decide.spread import Spread
 from dynamoth_balancer.events import (
     BalancerAction,
     BalancerEvent,
@@ -121,7 +123,7 @@ class BalancerMachine:
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
-        self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), self.options)
+        self._decider = Decider(self._model, (Replicate(), Relieve(), Drain(), Spread()), self.options)
         self._records = Records(incarnation, self.options, self.load_ratio, self._hearing.reports)
         #: The problems of the cluster, for people.
         self.health = Health()
@@ -176,6 +178,11 @@ class BalancerMachine:
             return None
         return self._decider.channels_left(server, installer)
 
+    def slots_left(self, server: str) -> int | None:
+        """Return how many slots a server being drained still has; None for others, and without a plan."""
+        slots = {} if self._installer is None else self._installer.index.slots_named_at
+        return len(slots[server]) if server in slots else None
+
     def _channels_named(self, server: str) -> int | None:
         """Return how many channels the plan names at a server being drained; None for others, and without a plan."""
         named_at = {} if self._installer is None else self._installer.index.named_at
@@ -208,6 +215,7 @@ class BalancerMachine:
         return {
             "load_ratio": {server: self.load_ratio(server, now) for server in self._servers},
             "channels_left": {server: self.channels_left(server, now) for server in self._servers},
+            "slots_left": {server: self.slots_left(server) for server in self._servers},
             "agent_blind": {server: server in self._model.blind for server in self._servers},
         }
 
@@ -489,7 +497,11 @@ class BalancerMachine:
             stands_by=self.stands_by,
             servers=tuple(self._servers),
             down=self._down_reasons,
-            emptied=[server for server in self.options.draining if self._channels_named(server) == 0],
+            emptied=[
+                server
+                for server in self.options.draining
+                if self._channels_named(server) == 0 and self.slots_left(server) == 0
+            ],
             unanswered=[server for server in self._run_ids if self._listeners.is_unanswered(server, now)],
             refused={**self._listeners.refused, **lease_problems, **self._refused},
             installer=self._installer,
@@ -566,7 +578,7 @@ class BalancerMachine:
         plan = installer.plan
         changes = {channel: (plan.entry(channel).route.assignment, after) for channel, after in assignments.items()}
         actions = installer.begin(assignments, reason, now)
-        self._model.on_moves(changes, now)
+        self._model.on_moves(changes, now, self._decider.members(filter(is_slot, changes), installer))
         self._decider.on_moves(changes, now)
         self.counters["moves_begun"] += len(changes)
         self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())
@@ -610,5 +622,6 @@ class BalancerMachine:
             "draining": server in self.options.draining,
             "channels_left": self.channels_left(server, now),
             "channels_named": self._channels_named(server),
+            "slots_left": self.slots_left(server),
             **describe_server(server, self._agents, self._model, self._installer, now),
         }

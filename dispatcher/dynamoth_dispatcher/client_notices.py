@@ -28,9 +28,10 @@ from dynamoth_dispatcher.events import LOCAL, DispatcherAction
 from dynamoth_dispatcher.forwarder import Forwarder
 from dynamoth_dispatcher.forwarding_table import is_relayed
 from dynamoth_dispatcher.options import DispatcherOptions
-from dynamoth_dispatcher.transitions import Transition, Transitions
+from dynamoth_dispatcher.transitions import Transition, Transitions, inherits
 
 TAG_LISTENERS = "listeners"
+TAG_SLOT_LISTENERS = "slot-listeners"
 
 
 def read_control(data: bytes, counters: Counter[str]) -> ControlMessage | None:
@@ -135,6 +136,24 @@ class ClientNotices:
             if Location(self._server, physical) not in places:
                 actions.append(Send(LOCAL, (b"PUBLISH", physical, seal_control(LossNotice(channel, None)))))
         return actions
+
+    # Losses.
+
+    @staticmethod
+    def list_slot(slot: bytes) -> list[DispatcherAction]:
+        """Ask who listens here, as messages of a slot's channels may not have been forwarded to this server."""
+        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_SLOT_LISTENERS, slot))]
+
+    def report_loss(self, slot: bytes, reply: Any, plan: Plan) -> list[DispatcherAction]:
+        """Report to the listeners of a slot's channels here that they may have missed something."""
+        if isinstance(reply, ErrorReply):
+            self._counters["refused_commands"] += 1
+            return []
+        return [
+            Send(LOCAL, (b"PUBLISH", channel, seal_control(LossNotice(channel, None))))
+            for channel in filter(inherits, reply)
+            if plan.slot_above(channel) == slot
+        ]
 
     # Requests of clients.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, assert_never
 
@@ -51,6 +51,7 @@ from dynamoth.names import (
     logical_channel,
 )
 from dynamoth.plan.plan import Entry, Location, Phase, Plan
+from dynamoth.plan.slots import is_slot, slot_of
 from dynamoth.protocol.control import (
     LossNotice,
     PlanChange,
@@ -72,7 +73,13 @@ from dynamoth.protocol.envelope import (
     seal,
 )
 from dynamoth_dispatcher import observation
-from dynamoth_dispatcher.client_notices import TAG_LISTENERS, ClientNotices, read_control, read_envelope
+from dynamoth_dispatcher.client_notices import (
+    TAG_LISTENERS,
+    TAG_SLOT_LISTENERS,
+    ClientNotices,
+    read_control,
+    read_envelope,
+)
 from dynamoth_dispatcher.events import LOCAL, DispatcherAction, DispatcherEvent
 from dynamoth_dispatcher.followed_plan import TAG_PLAN, FollowedPlan
 from dynamoth_dispatcher.forwarder import Forwarder, observation_gap
@@ -80,7 +87,7 @@ from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable, is
 from dynamoth_dispatcher.observation import Observation
 from dynamoth_dispatcher.options import DispatcherOptions
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
-from dynamoth_dispatcher.transitions import TAG_NUMSUB, Transitions
+from dynamoth_dispatcher.transitions import TAG_LIST, TAG_NUMSUB, Transition, Transitions
 
 _physical_of = itemgetter(2)
 _ONLY_PMESSAGES = {4}
@@ -212,6 +219,7 @@ class DispatcherMachine:
         self._up = False
         self.observation.link_down()
         self._followed.link_down()
+        self.transitions.link_down()
         return self.forwarder.flush()  # nothing more comes for them to wait for
 
     def _on_reply(self, event: Replied | RepliedAll, now: float) -> list[DispatcherAction]:
@@ -233,6 +241,11 @@ class DispatcherMachine:
                 return self._on_stored_plan(event.value, now)
             case (tag, asked) if tag == TAG_NUMSUB:
                 return self._report_vacated(self.transitions.on_poll(asked, event.value, now))
+            case (tag, slots) if tag == TAG_LIST:
+                listened, vacated = self.transitions.on_list(slots, event.value, now)
+                return [*self._notify_listeners(listened), *self._report_vacated(vacated)]
+            case (tag, slots) if tag == TAG_SLOT_LISTENERS:
+                return self._notices.report_loss(slots, event.value, self.plan)
             case (tag,) if tag == TAG_LISTENERS:
                 assert self.plan is not None, "it is never given up"
                 return self._notices.on_listeners(event.value, self.plan)
@@ -261,6 +274,7 @@ class DispatcherMachine:
         self._forget_at_rest()
         self._forwarding.clear()
         self.transitions.clear()
+        self.transitions.plan = plan
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
                 self.transitions.update(channel, entry, now)
@@ -281,6 +295,10 @@ class DispatcherMachine:
         actions: list[DispatcherAction] = [observation_gap(self.server)]
         for transition in self.transitions.all():
             notice = seal_control(LossNotice(transition.channel, None))
+            if is_slot(transition.channel):  # the dispatchers there know which channels somebody listens to
+                for location in self._elsewhere(transition.channel, transition.entry):
+                    actions += self.forwarder.relay(location, notice)
+                continue
             here = (*transition.old_here, *transition.new_here)
             forwarded_here = here if len(here) > 1 or is_relayed(transition.entry.route) else ()
             for location in (*self._elsewhere(transition.channel, transition.entry), *forwarded_here):
@@ -315,6 +333,10 @@ class DispatcherMachine:
         if not self._followed.apply(delta):
             return self._followed.read()
         actions: list[DispatcherAction] = []
+        self.transitions.plan = self.plan
+        if any(map(is_slot, delta.entries)):  # any channel may inherit from it
+            self._forget_at_rest()
+            self._forwarding.clear()
         if delta.compatibility is not None and self.plan is not None:
             self._forget_at_rest()
             self._forwarding.clear()
@@ -371,7 +393,8 @@ class DispatcherMachine:
                 self.counters["backlog_dropped"] += dropped
             return []
         if is_relay:
-            return self.forwarder.publish_once(physical.removeprefix(RELAY_PREFIX), data)
+            target = physical.removeprefix(RELAY_PREFIX)
+            return self._notices.list_slot(target) if is_slot(target) else self.forwarder.publish_once(target, data)
         if asked_for is not None:
             return self._notices.on_forward_request(asked_for, data, plan.servers, now)
         entry = plan.entry(channel)
@@ -452,7 +475,8 @@ class DispatcherMachine:
 
     def _in_doubt(self, channel: bytes, now: float) -> bool:
         """Return whether earlier messages may have taken another route, or may not have been observed."""
-        since = max(self._changed_at.get(channel, float("-inf")), self._sighted_at)
+        changes = (self._changed_at.get(name, float("-inf")) for name in (channel, slot_of(channel)))
+        since = max(*changes, self._sighted_at)
         return now - since <= self.options.route_change_window_s
 
     def _number_raw(self, channel: bytes, epoch: int, data: bytes) -> bytes:
@@ -479,10 +503,15 @@ class DispatcherMachine:
             actions += self._followed.read()
         actions += self.forwarder.on_tick(now)
         notices, polls = self.transitions.due(now)
-        for transition in notices:
+        return [*actions, *self._notify_listeners(notices), *self.transitions.poll(polls, now)]
+
+    def _notify_listeners(self, transitions: Iterable[Transition]) -> list[DispatcherAction]:
+        """Send the listeners at old locations the new routes."""
+        actions: list[DispatcherAction] = []
+        for transition in transitions:
             transition.is_noticed = True
             actions += self._notices.redirect_listeners(transition, transition.old_here)
-        return [*actions, *self.transitions.poll(polls)]
+        return actions
 
     def _report_vacated(self, channels: tuple[tuple[bytes, int], ...]) -> list[DispatcherAction]:
         """Report to the balancer that nobody listens any more at the old locations of channels here."""

@@ -1,7 +1,8 @@
 """The plan: which servers carry which channel, and which changes are in progress.
 
-A plan is immutable and versioned. It names only the channels whose assignment differs from the ring, or ever did: an
-entry stays when its channel moves back home, so that epochs never go back.
+A plan is immutable and versioned. It names only the channels and slots whose assignment differs from the ring, or ever
+did: an entry stays when its channel moves back home, so that epochs never go back. A channel that it does not name
+inherits the entry of its slot.
 
 An entry goes through three phases, each step in a plan version of its own::
 
@@ -23,6 +24,7 @@ from dynamoth.errors import PlanError
 from dynamoth.names import replica_channel
 from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility, CompatibilityRule
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
+from dynamoth.plan.slots import hash_of, is_slot, slot_of
 
 EPOCH_MAX = 2**32 - 1
 """Epochs and versions have 32 bits."""
@@ -185,8 +187,8 @@ def missing(channel: bytes, routes: Iterable[Route], reached: Set[Location], pub
 class Plan:
     """One version of the plan.
 
-    ``base`` are the ids of the servers of the ring; every one is in ``servers``. ``compatibility`` are the rules for
-    channels that plain Redis clients use, too.
+    ``base`` are the ids of the servers of the ring; one that has left the cluster is not in ``servers``, and all its
+    slots have entries. ``compatibility`` are the rules for channels that plain Redis clients use, too.
     """
 
     version: int
@@ -198,15 +200,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Refuse a plan that nobody could follow."""
+        if not self.servers:
+            raise PlanError("a plan needs at least one server")
         if not self.base or len(set(self.base)) != len(self.base):
             raise PlanError(f"the ring needs servers, each named once, not: {', '.join(self.base) or 'none'}")
         if not 1 <= self.virtual_nodes <= VIRTUAL_NODES_MAX:
             raise PlanError(f"a ring has 1 to {VIRTUAL_NODES_MAX} virtual nodes per server, not {self.virtual_nodes}")
         if len(self.base) * self.virtual_nodes > RING_POINTS_MAX:
             raise PlanError(f"a ring has at most {RING_POINTS_MAX} points: take fewer servers or virtual nodes")
-        unknown = [server for server in self.base if server not in self.servers]
-        if unknown:
-            raise PlanError(f"the ring names servers that the plan does not list: {', '.join(unknown)}")
         if not 0 <= self.version <= EPOCH_MAX:
             raise PlanError(f"plan version {self.version} does not fit into 32 bits")
         strange = sorted(self.compatibility.servers.difference(self.servers))
@@ -235,17 +236,32 @@ class Plan:
         return b"%08x" % zlib.crc32(repr((self.base, self.virtual_nodes)).encode())
 
     def home_route(self, channel: bytes) -> Route:
-        """Return the route that a rule or the ring gives, of epoch 0; the same object for all channels of a server."""
+        """Return the route of plan 0, which a rule or the ring gives; the same object for all channels of a server."""
         rule = self.compatibility.rule_of(channel) if self.compatibility.rules else None
-        return self._homes[self.ring.home(channel) if rule is None else rule.server]
+        home = self.ring.home(channel) if rule is None else rule.server
+        return self._homes.get(home) or self._homes[self._instead(channel)]
+
+    def _instead(self, channel: bytes) -> str:
+        """Return where to ask for a channel whose home has left the cluster: any server stores where its slot is."""
+        return sorted(self.servers)[hash_of(channel) % len(self.servers)]
 
     @cached_property
     def _homes(self) -> dict[str, Route]:
-        return {server: Route(0, single(server)) for server in (*self.base, *self.compatibility.servers)}
+        return {server: Route(0, single(server)) for server in self.servers}
 
-    def entry(self, channel: bytes) -> Entry:
-        """Return the entry of ``channel``, or its home, settled, where the plan does not name it."""
-        return self.entries.get(channel) or Entry(self.home_route(channel), Phase.SETTLED)
+    def entry(self, name: bytes) -> Entry:
+        """Return the entry of a channel or slot; that of its slot, or its home, where the plan does not name it."""
+        return self.entries.get(name) or self.entries.get(self.slot_above(name) or b"") or self._home_entry(name)
+
+    def _home_entry(self, name: bytes) -> Entry:
+        return Entry(self.home_route(name), Phase.SETTLED)
+
+    def slot_above(self, name: bytes) -> bytes | None:
+        """Return the slot whose entry a channel inherits; None where it has its own, or the home that a rule gives."""
+        if name in self.entries or is_slot(name):
+            return None
+        is_ruled = self.compatibility.rules and self.compatibility.rule_of(name) is not None
+        return None if is_ruled else slot_of(name)
 
     def with_entries(self, changed: Mapping[bytes, Entry], version: int | None = None) -> Plan:
         """Return the next version (or ``version``) with the ``changed`` entries.
@@ -260,6 +276,8 @@ class Plan:
                     raise PlanError(f"the entry of {channel!r} names server {server!r}, which the plan does not list")
             if not entry.newer_than(self.entries.get(channel)):
                 raise PlanError(f"the entry of {channel!r} is not newer than the one it would replace")
+            if is_slot(channel) and any(route.assignment.mode is not Mode.SINGLE for route in entry.live_routes):
+                raise PlanError(f"{channel.decode()} is a slot, and slots have one server")
         entries = MappingProxyType({**self.entries, **changed})
         return self._replaced(self.version + 1 if version is None else version, entries)
 

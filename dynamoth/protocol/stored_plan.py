@@ -1,11 +1,10 @@
 """The plan as every server stores it: one Redis hash, so that one HMGET verifies a subscription.
 
-Fields: ``@version`` (decimal), ``@header`` (servers, ring), ``@run`` (the run id of the Redis process that it was
-written to, empty where the server does not tell: a plan that Redis restored from disk after a restart may be old and is
-not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too; missing where there never
-were any), ``@ring`` (identifies the ring, for readers that do not read the header each time), and ``c:<channel>`` for
-each
-channel that the plan names. A change is one HSET, which Redis executes at once.
+Fields: ``@version`` (decimal), ``@cluster`` (the header: servers, ring, number of slots), ``@run`` (the run id of the
+Redis process that it was written to, empty where the server does not tell: a plan that Redis restored from disk after a
+restart may be old and is not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too;
+missing where there never were any), ``@ring`` (identifies the ring, for readers that do not read the header each time),
+and ``c:<name>`` for each channel and slot that the plan names. A change is one HSET, which Redis executes at once.
 """
 
 from __future__ import annotations
@@ -16,16 +15,19 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
-from dynamoth.errors import MalformedMessage
+from dynamoth.errors import MalformedMessage, OlderPlan
 from dynamoth.machine.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route, Server
+from dynamoth.plan.slots import SLOTS, slot_of
 from dynamoth.protocol.plan_wire import compatibility_from_wire, pack_compatibility, pack_entry, unpack_entry
 from dynamoth.protocol.wire import pack, parser, read_array, read_natural, read_text, shortened, unpack
 
 VERSION_FIELD = b"@version"
-HEADER_FIELD = b"@header"
+HEADER_FIELD = b"@cluster"
+OLD_HEADER_FIELD = b"@header"
+"""The header of a plan without slots, as earlier software writes it."""
 RUN_FIELD = b"@run"
 COMPATIBILITY_FIELD = b"@compatibility"
 RING_FIELD = b"@ring"
@@ -36,7 +38,10 @@ _CHANNEL_PREFIX = b"c:"
 ENTRIES_PER_COMMAND = 2000
 """Bound of one HSET of a whole plan: about 100 KB and a millisecond of Redis."""
 
-READ_HEADER: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD)
+READ_HEADER: tuple[bytes, ...] = (
+    *(b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD),
+    OLD_HEADER_FIELD,
+)
 READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, VERSION_FIELD, COMPATIBILITY_FIELD)
 READ_BELIEVED_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD)
 READ_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD)
@@ -53,25 +58,31 @@ TEXT_MAX = 2000
 
 def read_entry(channel: bytes) -> tuple[bytes, ...]:
     """Return the command that reads the entry of ``channel`` in a server's stored plan; see :func:`parse_entry`."""
-    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, _CHANNEL_PREFIX + channel, COMPATIBILITY_FIELD, RING_FIELD)
+    own, slot = _CHANNEL_PREFIX + channel, _CHANNEL_PREFIX + slot_of(channel)
+    return (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, own, COMPATIBILITY_FIELD, RING_FIELD, slot)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """The entry of one channel in a server's stored plan; ``entry`` is None for a channel that the plan does not name.
+    """What a server's stored plan says of one channel.
 
+    ``own`` is the entry of the channel and ``slot`` that of its slot, None where the plan does not name it.
     ``compatibility`` are all rules, whether they concern the channel or not. ``ring`` is the plan's ``ring_mark``; None
     where an older balancer has written it.
     """
 
     version: int
-    entry: Entry | None
+    own: Entry | None
     compatibility: Compatibility = NO_COMPATIBILITY
     ring: bytes | None = None
+    slot: Entry | None = None
 
-    def settled_or(self, home: Route) -> Entry:
-        """Return the entry, or that of a channel at home."""
-        return self.entry or Entry(home, Phase.SETTLED)
+    def entry(self, channel: bytes, home: Route) -> Entry:
+        """Return the entry that holds for ``channel``, which plan 0 puts at ``home``; as :meth:`Plan.entry`."""
+        if self.own is not None:
+            return self.own
+        inherits = self.slot is not None and self.compatibility.rule_of(channel) is None
+        return self.slot if inherits and self.slot is not None else Entry(home, Phase.SETTLED)
 
 
 @parser("what a stored plan says of a channel")
@@ -85,15 +96,16 @@ def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
         MalformedMessage: when what is stored is not a plan.
 
     """
-    version, run, entry, rules, ring = _fields(reply)
+    version, run, own, rules, ring, slot = _fields(reply)
     if version is None or not _believed(run, run_id):
         return None
-    return StoredEntry(_number(version), None if entry is None else unpack_entry(entry), _rules(rules), ring)
+    entries = [None if packed is None else unpack_entry(packed) for packed in (own, slot)]
+    return StoredEntry(_number(version), entries[0], _rules(rules), ring, entries[1])
 
 
 def parse_rules(reply: Any, run_id: str | None) -> Compatibility | None:
     """Read the reply of ``READ_RULES``. None when the server stores no plan to be believed. Raises MalformedMessage."""
-    version, run, _, rules, _ = _fields(reply)
+    version, run, _, rules, _, _ = _fields(reply)
     return None if version is None or not _believed(run, run_id) else _rules(rules)
 
 
@@ -103,7 +115,7 @@ def parse_believed_version(reply: Any, run_id: str | None) -> int | None:
 
     Raises MalformedMessage.
     """
-    version, run, _, _, _ = _fields([*reply, None] if isinstance(reply, list) else reply)
+    version, run, _, _, _, _ = _fields([*reply, None] if isinstance(reply, list) else reply)
     return None if version is None or not _believed(run, run_id) else _number(version)
 
 
@@ -118,8 +130,19 @@ class StoredHeader:
 
 @parser("the header of a stored plan")
 def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
-    """Read the reply of ``READ_HEADER``. None when the server stores no plan. Raises MalformedMessage."""
-    version, run, header, rules, _ = _fields(reply)
+    """Read the reply of ``READ_HEADER``. None when the server stores no plan.
+
+    Raises:
+        OlderPlan: software that knows no slots wrote it.
+        MalformedMessage: what is stored is not a plan.
+
+    """
+    version, run, header, rules, old, _ = _fields(reply)
+    if version is not None and header is None and old is not None:
+        raise OlderPlan(
+            "an older version of Dynamoth wrote it, in which channels had no slots: stop all clients, agents and the"
+            " balancer, delete the plan at every server (DEL __dynamoth__:plan), and start the new version"
+        )
     if version is None or header is None:
         return None
     return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header, rules))
@@ -189,7 +212,7 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
     """Return the commands, to be sent in order, that store a whole plan; readers see the old one until the last."""
     commands: list[tuple[CommandPart, ...]] = [(b"DEL", PLAN_KEY_NEW)]
     servers = [[server.id, server.url] for server in plan.servers.values()]
-    header = pack([servers, plan.base, plan.virtual_nodes])
+    header = pack([servers, plan.base, plan.virtual_nodes, SLOTS])
     fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
     fields += (RUN_FIELD, (run_id or "").encode())
     fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility), RING_FIELD, plan.ring_mark)
@@ -220,7 +243,9 @@ def _unpacked_rules(packed: bytes) -> Compatibility:
 
 
 def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
-    listed, base, virtual_nodes = read_array(unpack(header))[:3]
+    listed, base, virtual_nodes, slots = read_array(unpack(header))[:4]
+    if slots != SLOTS:
+        raise MalformedMessage(f"the stored plan has {shortened(slots)} slots, not {SLOTS}: upgrade this software")
     servers = [Server(_name(id_), _name(url)) for id_, url in map(read_array, read_array(listed))]
     ring = tuple(map(_name, read_array(base)))
     by_id = {server.id: server for server in servers}
@@ -231,12 +256,15 @@ def _name(value: Any) -> str:
     return read_text(value, TEXT_MAX)
 
 
-def _fields(reply: Any) -> tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]:
-    """Return version, run id, the requested fields, the rules, and the mark of the ring."""
+_Fields = tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]
+
+
+def _fields(reply: Any) -> _Fields:
+    """Return version, run id, the requested field, the rules, the mark of the ring, and the entry of the slot."""
     parts: list[Any] = [*reply] if isinstance(reply, list) else []
-    if 3 <= len(parts) <= 5 and all(part is None or isinstance(part, bytes) for part in parts):
-        version, run, asked, rules, ring = [*parts, None, None][:5]
-        return version, run, asked, rules, ring
+    if 3 <= len(parts) <= 6 and all(part is None or isinstance(part, bytes) for part in parts):
+        version, run, asked, rules, ring, slot = [*parts, None, None, None][:6]
+        return version, run, asked, rules, ring, slot
     raise MalformedMessage(f"the key {PLAN_KEY.decode()} does not hold a plan: {shortened(reply)}")
 
 

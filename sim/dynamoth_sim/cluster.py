@@ -416,10 +416,13 @@ class Cluster:
             server in self.gone for route in plan.entry(channel).live_routes for server in route.assignment.servers
         )
 
-    def channels_left(self, server: str) -> int | None:
+    def left_at(self, server: str) -> int | None:
         """Return what the balancer says is left at a server that is being drained; None where it does not know."""
         balancer = self.balancer.machine
-        return balancer.channels_left(server, self.world.now) if isinstance(balancer, BalancerMachine) else None
+        if not isinstance(balancer, BalancerMachine):
+            return None
+        channels, slots = balancer.channels_left(server, self.world.now), balancer.slots_left(server)
+        return None if channels is None or slots is None else channels + slots
 
     def unsettled(self) -> list[str]:
         """Return, in words, what has not come to rest; nothing when all has. What is stuck never will."""

@@ -240,10 +240,12 @@ class SimCluster:
         self.balancers.remove(balancer)
         balancer.process.crash()
 
-    def succeed(self, balancer: Balancer, options: BalancerOptions | None = None) -> Balancer:
-        """Kill a balancer; return its successor as soon as that has the plan."""
+    def succeed(
+        self, balancer: Balancer, options: BalancerOptions | None = None, servers: Iterable[str] | None = None
+    ) -> Balancer:
+        """Kill a balancer; return its successor, with these servers, as soon as that has the plan."""
         self.kill(balancer)
-        successor = self.start(options)
+        successor = self.start(options, servers)
         self.run_until(lambda: successor.machine.plan is not None)
         return successor
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
-from dynamoth.plan.plan import Assignment, Mode, Phase, Server, single
+from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Server, single
+from dynamoth.plan.slots import SLOTS, slot_name, slot_of
 from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.admin.health import Severity
 from dynamoth_balancer.decide.cluster import Decision
@@ -258,6 +259,11 @@ def _left(cluster: SimCluster) -> tuple[bool, int | None]:
     return status["draining"], status["channels_left"]
 
 
+def _is_empty(cluster: SimCluster) -> bool:
+    status = cluster.ask("status", server="s2").result["servers"][DRAINED]
+    return (status["channels_left"], status["slots_left"]) == (0, 0)
+
+
 def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
     cluster, before = started(3, replace(OPTIONS, draining=frozenset()))
     [channel] = before.at_home("s2", 1, b"named")
@@ -268,11 +274,11 @@ def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
     cluster.run_until(lambda: balancer.machine.plan is not None)
     cluster.stop_server(DRAINED)
     cluster.run(10)
-    [problem] = balancer.machine.health.problems
-    assert (problem.kind, problem.severity) == ("server_unreachable", Severity.ERROR), "a channel is there"
+    unreachable = next(each for each in balancer.machine.health.problems if each.subject == DRAINED)
+    assert (unreachable.kind, unreachable.severity) == ("server_unreachable", Severity.ERROR), "a channel is there"
     assert cluster.ask("status", server="s2").result["servers"][DRAINED]["channels_named"] == 1
     cluster.start_server(DRAINED)
-    cluster.run_until(lambda: _left(cluster) == (True, 0), timeout_s=90)
+    cluster.run_until(lambda: _is_empty(cluster), timeout_s=300)
     cluster.stop_server(DRAINED)
     cluster.run(10)
     [problem] = balancer.machine.health.problems
@@ -282,21 +288,38 @@ def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
     assert cluster.ask("status", server="s2").result["servers"][DRAINED]["channels_named"] == 0
 
 
-def test_a_channel_that_is_used_for_the_first_time_begins_at_home_and_leaves() -> None:
-    """The ring is not changed: it tells clients where a channel is that the plan does not name."""
+def test_channels_that_the_plan_does_not_name_leave_with_their_slots() -> None:
     cluster, balancer = started(options=OPTIONS)
-    cluster.run(10)
-    assert _left(cluster) == (True, 0) and not balancer.decided
     [channel], [elsewhere] = balancer.at_home(DRAINED, 1, b"new"), balancer.at_home("s2", 1, b"other")
+    slot = slot_of(channel)
     cluster.follow[channel] = 1000
     cluster.agents[DRAINED].loads[elsewhere] = 1000  # by a publisher that does not know better
-    cluster.agents[DRAINED].listened.add(channel)
-    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.agents[DRAINED].listened.add(slot)
+    cluster.run_until(lambda: balancer.plan.entry(channel).phase is Phase.ACTIVE)
     cluster.run(5)
     assert balancer.plan.entry(channel).phase is Phase.ACTIVE and _left(cluster) == (True, 1), "subscribers are there"
     cluster.agents[DRAINED].listened.clear()
+    cluster.run_until(lambda: _is_empty(cluster), timeout_s=300)
+    assert balancer.plan.entry(channel).route.assignment == single("s2") and channel not in balancer.plan.entries
+
+
+def test_a_server_that_is_empty_may_leave_the_list_of_servers_and_return() -> None:
+    cluster, before = started(3, OPTIONS)
+    cluster.run_until(lambda: _is_empty(cluster), timeout_s=300)
+    cluster.stop_server(DRAINED)
+    others = {id_: server for id_, server in before.plan.servers.items() if id_ != DRAINED}
+    balancer = cluster.succeed(before, replace(OPTIONS, draining=frozenset()), servers=others)
     cluster.run(5)
-    assert balancer.plan.entry(channel).route.assignment == single("s2") and _left(cluster) == (True, 0)
+    assert balancer.plan.servers == others and balancer.machine.health.problems == []
+    cluster.start_server(DRAINED)
+    back = cluster.succeed(balancer, replace(OPTIONS, draining=frozenset(), join_s=0.0))
+    cluster.run_until(lambda: len(back.plan.entries) > 0 and slots_of(back.plan, DRAINED) > 1200, timeout_s=300)
+    assert sum(slots_of(back.plan, id_) for id_ in back.plan.servers) == SLOTS
+
+
+def slots_of(plan: Plan, server: str) -> int:
+    """Return how many slots a server has."""
+    return sum(plan.entry(slot_name(slot)).route.assignment == single(server) for slot in range(SLOTS))
 
 
 def test_what_was_on_its_way_there_arrives_and_leaves_again() -> None:
@@ -349,10 +372,12 @@ def test_what_is_left_is_not_known_while_the_agent_is_silent() -> None:
     assert registry.get_sample_value(*metric) == 0.0
     assert registry.get_sample_value(metric[0], {"server": "s2"}) is None
     assert _left(cluster) == (True, 0)
+    cluster.run_until(lambda: _is_empty(cluster), timeout_s=300)
+    decided = len(balancer.decided)
     cluster.stop_server(DRAINED)
     cluster.run(10)
     assert _left(cluster) == (True, None) and registry.get_sample_value(*metric) is None
-    assert not balancer.decided, "it may be down: there is nothing"
+    assert len(balancer.decided) == decided, "it may be down: there is nothing"
 
 
 def test_not_all_servers_can_be_drained_and_only_those_that_there_are() -> None:

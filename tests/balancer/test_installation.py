@@ -319,7 +319,7 @@ def test_a_server_that_refuses_is_reported_and_tried_again(command: bytes) -> No
     cluster.run_until(lambda: is_settled(cluster, balancer, target))
 
 
-@pytest.mark.parametrize("stored", [{b"@version": b"many", b"@header": b"\xc1", b"c:x": b"?"}, b"a string"])
+@pytest.mark.parametrize("stored", [{b"@version": b"many", b"@cluster": b"\xc1", b"c:x": b"?"}, b"a string"])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_plan_that_cannot_be_read_is_reported_and_replaced(stored: Any, *, late: bool) -> None:
     cluster = SimCluster(2)

@@ -57,6 +57,7 @@ class Entries(Mapping[bytes, Entry]):
 def test_neither_a_scrape_nor_a_status_goes_through_the_entries_of_the_plan() -> None:
     """The event loop of a balancer with 100,000 channels would stand still meanwhile."""
     cluster, balancer = started(3, BalancerOptions(load_ratio_high=1000.0, join_s=0.0, draining=frozenset({"s3"})))
+    assert cluster.ask("pause").error is None
     cluster.run(5)
     registry = make_registry(balancer.machine, lambda: cluster.now)
     for channel in (b"a", b"b"):

@@ -160,12 +160,14 @@ def test_status_shows_which_servers_are_being_drained_and_what_is_left_there() -
     left = {"s1": None, "s2": 12, "s3": 0}
     servers: dict[str, Any] = {id_: {"draining": True, "channels_left": count} for id_, count in left.items()}
     servers["s4"] = {"draining": False, "channels_left": None}
-    servers["s5"] = {"draining": True, "channels_left": None, "channels_named": 2}
+    servers["s5"] = {"draining": True, "channels_left": None, "channels_named": 2, "slots_left": 3}
+    servers["s6"] = {"draining": True, "channels_left": 0, "slots_left": 1}
     assert describe_balancer(7, _balancer(servers=servers))[1:] == [
         "draining: s1; the plan has no channel there; its agent does not report what else is left",
         "draining: s2; 12 channels are left there",
         "draining: s3; nothing is left there",
-        "draining: s5; the plan has 2 channels there; its agent does not report what else is left",
+        "draining: s5; the plan has 2 channels and 3 slots there; its agent does not report what else is left",
+        "draining: s6; 1 slot is left there",
     ]
 
 

@@ -101,7 +101,7 @@ def test_all_seeds_down(cluster: StoredCluster, connect: Connect) -> None:
 
 def test_a_key_that_is_no_plan(cluster: StoredCluster, connect: Connect) -> None:
     commands = [
-        (("HSET", "__dynamoth__:plan", "@header", b"\xc1"), "delete the key"),
+        (("HSET", "__dynamoth__:plan", "@cluster", b"\xc1"), "delete the key"),
         (("SET", "__dynamoth__:plan", "text"), "WRONGTYPE"),
     ]
     with connect(cluster.hosts, retry=None) as client:

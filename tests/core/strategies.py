@@ -8,6 +8,7 @@ import msgpack
 from hypothesis import strategies as st
 
 from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Mode, Phase, Plan, PlanDelta, Route, Server, single
+from dynamoth.plan.slots import is_slot, slot_of
 from dynamoth.protocol.control import (
     LOSS_MAX,
     AdminReply,
@@ -37,6 +38,9 @@ epochs = st.integers(0, EPOCH_MAX)
 channels = st.binary(max_size=12)
 server_ids = st.sampled_from(SERVER_IDS)
 
+CHANNELS = [b"c%d" % number for number in range(5)]
+"""Those of drawn plans."""
+
 
 @st.composite
 def assignments(draw: st.DrawFn) -> Assignment:
@@ -60,14 +64,16 @@ def entries(draw: st.DrawFn) -> Entry:
 def plans(draw: st.DrawFn, start: Plan = PLAN_0) -> Plan:
     """A plan that came about by the steps that the balancer takes, from ``start`` on."""
     plan = start
-    names = [b"c%d" % number for number in range(5)]
+    names = [*CHANNELS, *map(slot_of, CHANNELS[:3])]
     for step in draw(st.lists(st.sampled_from(("begin", "activate", "settle")), max_size=12)):
         channel = draw(st.sampled_from(names))
         entry = plan.entry(channel)
         if step == "begin" and entry.phase is Phase.SETTLED:
-            assignment = draw(assignments())
+            assignment = single(draw(server_ids)) if is_slot(channel) else draw(assignments())
             if assignment != entry.route.assignment:
                 plan = plan.begin({channel: assignment})
+        elif channel not in plan.entries:
+            continue
         elif step == "activate" and entry.phase is Phase.PREPARED:
             plan = plan.activate([channel])
         elif step == "settle" and entry.phase is Phase.ACTIVE:

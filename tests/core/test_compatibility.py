@@ -82,7 +82,7 @@ def test_they_are_stored_read_and_sent_as_they_are() -> None:
     stored = dict(zip(*[iter(stored_plan.write_whole(plan, "run")[1][2:])] * 2, strict=True))
     assert stored_plan.parse_whole(stored, "run") == plan
     packed = pack_compatibility(plan.compatibility)
-    header = stored_plan.parse_header([b"0", b"run", stored[b"@header"], packed], "run")
+    header = stored_plan.parse_header([b"0", b"run", stored[b"@cluster"], packed], "run")
     assert header is not None and header.plan.compatibility == plan.compatibility
     entry = stored_plan.parse_entry([b"0", b"run", None, packed], "run")
     assert entry is not None and entry.compatibility == plan.compatibility

@@ -30,7 +30,7 @@ from tests.core.strategies import (
 )
 from tests.examples import examples
 
-VALID_HEADER = {b"@version": b"1", b"@run": b"", b"@header": b"\x93\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08"}
+VALID_HEADER = {b"@version": b"1", b"@run": b"", b"@cluster": b"\x94\x91\x92\xa2s1\xa2u1\x91\xa2s1\x08\xcd\x10\x00"}
 
 DECODERS: tuple[Callable[[bytes], Any], ...] = (
     unpack_control,
@@ -41,7 +41,7 @@ DECODERS: tuple[Callable[[bytes], Any], ...] = (
     lambda data: stored_plan.parse_entry([b"1", b"", data], None),
     lambda data: stored_plan.parse_entry([data, data, None], "run"),
     lambda data: stored_plan.parse_header([b"1", data, data], "run"),
-    lambda data: stored_plan.parse_whole({b"@version": b"1", b"@header": data}, None),
+    lambda data: stored_plan.parse_whole({b"@version": b"1", b"@cluster": data}, None),
     lambda data: stored_plan.parse_whole({**VALID_HEADER, b"c:news": data}, None),
 )
 
@@ -110,4 +110,4 @@ def test_deep_nests_within_the_usual_stack(depth: int) -> None:
 def test_the_decoders_do_decode_what_is_valid() -> None:
     """So that the cases above are near misses and not far ones."""
     assert stored_plan.parse_whole(VALID_HEADER, None) is not None
-    assert stored_plan.parse_header([b"1", None, VALID_HEADER[b"@header"]], None) is not None
+    assert stored_plan.parse_header([b"1", None, VALID_HEADER[b"@cluster"]], None) is not None

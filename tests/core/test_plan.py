@@ -28,6 +28,7 @@ from dynamoth.plan.plan import (
     missing,
     single,
 )
+from dynamoth.plan.slots import SLOTS, slot_of
 from dynamoth.protocol.control import unpack_control
 from dynamoth.protocol.plan_wire import entry_from_wire, route_from_wire, route_to_wire
 from tests.core.strategies import PLAN_0, SERVER_IDS, assignments, naturals, plans, routes
@@ -88,9 +89,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Assignment(Mode.SINGLE, ()), "at least one"),
     (lambda: Assignment(Mode.SINGLE, ("s1", "s2")), "takes one server"),
     (lambda: Assignment(Mode.ALL_PUBLISHERS, ("s1", "s1")), "twice"),
-    (lambda: Plan(0, {"s1": S1}, ("s1", "s2")), "s2"),
+    (lambda: PLAN_0.begin({slot_of(C): Assignment(Mode.ALL_PUBLISHERS, ("s1", "s2"))}), "slots have one server"),
+    (lambda: Plan(0, {"s1": S1}, ()), "each named once, not: none"),
     # Whoever asks such a plan for the home of a channel gets a ValueError that nobody expects.
-    (lambda: Plan(0, {}, ()), "each named once, not: none"),
+    (lambda: Plan(0, {}, ()), "at least one server"),
     (lambda: Plan(-1, PLAN_0.servers, PLAN_0.base), "32 bits"),
     (lambda: Plan(EPOCH_MAX + 1, PLAN_0.servers, PLAN_0.base), "32 bits"),
 ]
@@ -272,3 +274,34 @@ def test_a_mode_that_no_software_writes_is_malformed(mode: Any) -> None:
     with pytest.raises(MalformedMessage) as raised:
         route_from_wire(of_mode(mode))
     assert not isinstance(raised.value, UnknownMode)
+
+
+# Slots.
+
+
+def test_channels_inherit_the_entry_of_their_slot_until_they_have_one() -> None:
+    slot = slot_of(C)
+    moving = PLAN_0.begin({slot: single(FAR)})
+    assert moving.entry(C) is moving.entry(slot) and moving.entry(C).phase is Phase.PREPARED
+    assert moving.slot_above(C) == slot and moving.slot_above(slot) is None
+    with pytest.raises(PlanError, match="in transition"):
+        moving.begin({C: single(FAR)})
+    moved = moving.activate([slot]).settle([slot])
+    assert moved.entry(C).route == Route(1, single(FAR))
+    own = moved.begin({C: single(HOME)})
+    assert own.entry(C).previous == (Route(1, single(FAR)),), "it begins where its slot is"
+    assert own.slot_above(C) is None and own.begin({slot: single(HOME)}).entry(C) is own.entry(C)
+
+
+def test_where_a_home_has_left_any_server_is_asked() -> None:
+    """Each stores where the slot is; a client has read only the header, which does not list the home any more."""
+    left = replace(PLAN_0, servers={id_: server for id_, server in PLAN_0.servers.items() if id_ != HOME})
+    assert left.home_route(C).assignment.servers[0] in left.servers
+    assert left.ring_mark == PLAN_0.ring_mark
+
+
+def test_each_slot_belongs_to_one_server() -> None:
+    slots = PLAN_0.ring.slots
+    assert sum(map(len, slots.values())) == SLOTS
+    assert all(PLAN_0.ring.home(slot) == server for server, names in slots.items() for slot in names)
+    assert PLAN_0.ring.home(C) == PLAN_0.ring.home(slot_of(C))

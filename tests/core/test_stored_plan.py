@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.errors import MalformedMessage
+from dynamoth.errors import MalformedMessage, OlderPlan
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Entry, Phase, Plan, Route, single
+from dynamoth.plan.slots import SLOTS, slot_of
 from dynamoth.protocol import stored_plan
 from dynamoth.protocol.plan_wire import pack_entry
-from tests.core.strategies import PLAN_0, plans
+from tests.core.strategies import CHANNELS, PLAN_0, plans
 
 C = b"news"
 RUN = "a1b2"
@@ -81,11 +83,12 @@ def test_deltas_bring_a_stored_plan_to_the_newer_version(data: st.DataObject) ->
 @given(plans())
 def test_an_entry_is_read_as_it_was_written(plan: Plan) -> None:
     redis = holding(plan)
-    for channel in (*plan.entries, b"not named"):
+    for channel in (*CHANNELS, b"not named"):
         stored = redis.entry(channel, RUN)
-        assert stored == stored_plan.StoredEntry(plan.version, plan.entries.get(channel), ring=plan.ring_mark)
+        own, slot = plan.entries.get(channel), plan.entries.get(slot_of(channel))
+        assert stored == stored_plan.StoredEntry(plan.version, own, ring=plan.ring_mark, slot=slot)
         assert stored is not None
-        assert stored.settled_or(plan.home_route(channel)) == plan.entry(channel)
+        assert stored.entry(channel, plan.home_route(channel)) == plan.entry(channel)
 
 
 def test_a_header_is_a_plan_without_entries() -> None:
@@ -162,8 +165,8 @@ def test_a_map_may_come_as_a_flat_list() -> None:
 # What is refused.
 
 
-def header_of(servers: Any, base: Any, virtual_nodes: Any) -> bytes:
-    packed: bytes = msgpack.packb([servers, base, virtual_nodes])
+def header_of(servers: Any, base: Any, virtual_nodes: Any, slots: int = SLOTS) -> bytes:
+    packed: bytes = msgpack.packb([servers, base, virtual_nodes, slots])
     return packed
 
 
@@ -180,7 +183,7 @@ PAIRS = [["s1", "redis://s1"], ["s2", "redis://s2"]]
         msgpack.packb({"servers": PAIRS}),
         header_of(7, ["s1"], 8),
         header_of([["s1"]], ["s1"], 8),
-        header_of(PAIRS, ["s3"], 8),
+        header_of([], ["s3"], 8),
         header_of(PAIRS, None, 8),
         header_of(PAIRS, ["s1"], "many"),
         header_of(PAIRS, ["s1"], float("nan")),
@@ -198,7 +201,30 @@ def test_refuses_a_header_that_is_none(header: bytes) -> None:
     with pytest.raises(MalformedMessage):
         stored_plan.parse_header([b"1", None, header], RUN)
     with pytest.raises(MalformedMessage):
-        stored_plan.parse_whole({b"@version": b"1", b"@run": b"", b"@header": header}, RUN)
+        stored_plan.parse_whole({b"@version": b"1", b"@run": b"", b"@cluster": header}, RUN)
+
+
+def test_a_plan_without_slots_is_not_continued() -> None:
+    """Its channels have other homes."""
+    with pytest.raises(OlderPlan, match=r"delete the plan at every server \(DEL __dynamoth__:plan\)"):
+        stored_plan.parse_header([b"1", b"", None, None, b"an older header"], RUN)
+    with pytest.raises(MalformedMessage, match="8192 slots, not 4096: upgrade"):
+        stored_plan.parse_header([b"1", b"", header_of(PAIRS, ["s1"], 8, 8192)], RUN)
+
+
+def test_a_rule_comes_before_a_slot() -> None:
+    """Plain clients look for the channel where the rule has it."""
+    plan = (
+        PLAN_0.begin({slot_of(C): single("s1")})
+        if PLAN_0.ring.home(C) != "s1"
+        else PLAN_0.begin({slot_of(C): single("s2")})
+    )
+    ruled = plan.with_compatibility([CompatibilityRule(C, "s3")])
+    for each, servers in ((plan, plan.entry(slot_of(C)).route.assignment.servers), (ruled, ("s3",))):
+        stored = holding(each).entry(C, RUN)
+        assert stored is not None
+        assert stored.entry(C, each.home_route(C)) == each.entry(C)
+        assert each.entry(C).route.assignment.servers == servers
 
 
 @pytest.mark.parametrize("version", [b"", b"one", b"1.5", b"-1", b"4294967296", b"9" * 5000])
@@ -207,14 +233,12 @@ def test_refuses_a_version_that_is_none(version: bytes) -> None:
     with pytest.raises(MalformedMessage):
         stored_plan.parse_header([version, None, header], RUN)
     with pytest.raises(MalformedMessage):
-        stored_plan.parse_whole({b"@version": version, b"@run": b"", b"@header": header}, RUN)
+        stored_plan.parse_whole({b"@version": version, b"@run": b"", b"@cluster": header}, RUN)
     with pytest.raises(MalformedMessage):
         stored_plan.parse_entry([version, b"", None], RUN)
 
 
-@pytest.mark.parametrize(
-    "reply", [None, b"text", 7, [], [b"1"], [b"1", None, None, None, None, None], ErrorReply("WRONGTYPE ...")]
-)
+@pytest.mark.parametrize("reply", [None, b"text", 7, [], [b"1"], [b"1", *[None] * 6], ErrorReply("WRONGTYPE ...")])
 def test_refuses_a_reply_of_another_shape(reply: Any) -> None:
     parsers: list[Callable[[Any, str], Any]] = [stored_plan.parse_entry, stored_plan.parse_header]
     for parse in parsers if isinstance(reply, list) else [*parsers, stored_plan.parse_whole]:

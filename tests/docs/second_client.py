@@ -16,6 +16,7 @@ PREFIX = b"__dynamoth__:"
 FORWARDED, FIRST, ROUTE_CHANGED, HEARTBEAT, CONTROL, RAW = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 PREPARED, ACTIVE, SETTLED = 1, 2, 3
 SINGLE, ALL_SUBSCRIBERS, ALL_PUBLISHERS = 1, 2, 3
+SLOTS = 4096
 
 Route = list[Any]
 Location = tuple[str, bytes]
@@ -99,8 +100,16 @@ def ring_hash(data: bytes) -> int:
 
 def ring_home(servers: list[str], points_each: int, channel: bytes) -> str:
     points = sorted((ring_hash(f"{id_}#{index}".encode()), id_) for id_ in servers for index in range(points_each))
-    at = bisect_left([point for point, _ in points], ring_hash(channel))
+    at = bisect_left([point for point, _ in points], (2 * slot(channel) + 1) << 51)
     return points[at % len(points)][1]
+
+
+def slot(channel: bytes) -> int:
+    return ring_hash(channel) >> 52
+
+
+def slot_name(channel: bytes) -> bytes:
+    return PREFIX + b"slot:%04d" % slot(channel)
 
 
 def locations(route: Route, channel: bytes) -> list[Location]:
@@ -146,10 +155,10 @@ class StoredPlan:
 
     def fields(self, run_id: str, ring_mark: bytes) -> dict[bytes, bytes]:
         """Return the hash as it is stored."""
-        header = [[[id_, url] for id_, url in self.servers.items()], self.ring, self.points_each]
+        header = [[[id_, url] for id_, url in self.servers.items()], self.ring, self.points_each, SLOTS]
         return {
             b"@version": b"%d" % self.version,
-            b"@header": pack(header),
+            b"@cluster": pack(header),
             b"@run": run_id.encode(),
             b"@compatibility": pack([self.rules_version, self.rules]),
             b"@ring": ring_mark,
@@ -159,19 +168,24 @@ class StoredPlan:
     @classmethod
     def read(cls, stored: dict[bytes, bytes]) -> StoredPlan:
         """Read the hash."""
-        servers, ring, points_each = msgpack.unpackb(stored[b"@header"])[:3]
+        servers, ring, points_each = msgpack.unpackb(stored[b"@cluster"])[:3]
         rules_version, rules = msgpack.unpackb(stored.get(b"@compatibility", b"\x92\x00\x90"))[:2]
         entries = {name[2:]: msgpack.unpackb(value) for name, value in stored.items() if name.startswith(b"c:")}
         version = int(stored[b"@version"])
         return cls(version, dict(servers), ring, points_each, rules_version, rules, entries)
 
+    def rule(self, channel: bytes) -> list[Any] | None:
+        return None if channel.startswith(PREFIX) else next((rule for rule in self.rules if rule[0] == channel), None)
+
     def home(self, channel: bytes) -> Route:
-        rule = None if channel.startswith(PREFIX) else next((rule for rule in self.rules if rule[0] == channel), None)
+        rule = self.rule(channel)
         return [0, SINGLE, [ring_home(self.ring, self.points_each, channel) if rule is None else rule[1]]]
 
     def route(self, channel: bytes) -> Route:
         """Return the route that clients follow."""
         entry = self.entries.get(channel)
+        if entry is None and self.rule(channel) is None:
+            entry = self.entries.get(slot_name(channel))
         return self.home(channel) if entry is None else followed_route(entry)
 
 

@@ -96,9 +96,11 @@ class Node:
     def read_entry(self, server: str) -> list[Any]:
         """Return the entry of the channel that is stored at a server."""
         connection = self.connection(server)
-        fields = (b"@version", b"@run", b"c:" + self.channel, b"@compatibility", b"@ring")
-        version, run, packed = connection.call(b"HMGET", PLAN, *fields)[:3]
+        slot = b"c:" + second.slot_name(self.channel)
+        fields = (b"@version", b"@run", b"c:" + self.channel, b"@compatibility", b"@ring", slot)
+        version, run, own, _, _, of_slot = connection.call(b"HMGET", PLAN, *fields)
         assert second.is_believed(version, run, connection.run_id)
+        packed = own or (of_slot if self.plan.rule(self.channel) is None else None)
         entry: list[Any] = msgpack.unpackb(packed or second.pack([second.SETTLED, self.plan.home(self.channel), []]))
         return entry
 

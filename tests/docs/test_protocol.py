@@ -15,8 +15,9 @@ from dynamoth import names
 from dynamoth.errors import MalformedMessage
 from dynamoth.globs import physical_patterns
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import JOIN_S, Entry, Mode, Phase, Plan, Route
+from dynamoth.plan.plan import JOIN_S, Entry, Mode, Phase, Plan, Route, single
 from dynamoth.plan.ring import Ring
+from dynamoth.plan.slots import slot_name, slot_of
 from dynamoth.protocol import control, envelope, records, reports, stored_plan, wire
 from dynamoth.protocol.plan_wire import entry_to_wire, pack_entry, route_to_wire, unpack_entry
 from dynamoth_balancer.options import BalancerOptions
@@ -83,6 +84,7 @@ def test_names() -> None:
         names.PATTERN_PREFIX + b"PATTERN",
         names.FORWARD_PREFIX + b"r:EPOCH:CHANNEL",
         names.RELAY_PREFIX + b"PHYSICAL",
+        names.SLOT_PREFIX + b"NNNN",
     }
     assert documented == fixed | made
 
@@ -223,15 +225,16 @@ def test_reading_commands() -> None:
     documented = {row[0]: row[1].strip("`").encode() for row in table("read | command")}
     assert documented == {
         "the header": b" ".join(stored_plan.READ_HEADER),
-        "the entry of a channel": b" ".join(stored_plan.read_entry(b"CHANNEL")),
+        "the entry of a channel": b" ".join(stored_plan.read_entry(b"CHANNEL")).replace(slot_of(b"CHANNEL"), b"SLOT"),
         "the version": b" ".join(stored_plan.READ_BELIEVED_VERSION),
     }
 
 
 def test_fields_of_the_hash() -> None:
     documented = {row[0].strip("`").encode() for row in table("field | value")}
-    written = hash_of(PLAN_0.with_entries({b"CHANNEL": Entry(PLAN_0.home_route(b""), Phase.SETTLED)}, 1), "run")
-    assert documented == set(written)
+    entry = Entry(Route(1, single("s1")), Phase.SETTLED)
+    written = hash_of(PLAN_0.with_entries({b"CHANNEL": entry, slot_name(7): entry}, 1), "run")
+    assert documented == {name.replace(b"slot:0007", b"slot:NNNN") for name in written}
 
 
 # Control messages.

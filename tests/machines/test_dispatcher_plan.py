@@ -100,7 +100,7 @@ def asked_who_listens(actions: list[Any]) -> list[Send]:
         ({}, None),
         (whole_reply(ACTIVE, "an earlier process"), None),
         (ErrorReply("LOADING"), "refused_commands"),
-        ({b"@version": b"1", b"@run": b"", b"@header": b"\xc1"}, "malformed_plans"),
+        ({b"@version": b"1", b"@run": b"", b"@cluster": b"\xc1"}, "malformed_plans"),
         (None, "malformed_plans"),
         (b"text", "malformed_plans"),
     ],

@@ -17,6 +17,7 @@ from typing import Any
 from dynamoth.errors import RequestRefused
 from dynamoth.names import in_quotes, is_user_channel, logical_channel
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, single
+from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.wire import shortened
 from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
@@ -105,11 +106,16 @@ class Changes:
             raise _nonsense(command)
         if not channel:
             raise RequestRefused("the name of the channel is empty: name one")
-        if not is_user_channel(channel) or logical_channel(channel) != channel:
+        is_application = is_user_channel(channel) and logical_channel(channel) == channel
+        if not is_application and not (is_slot(channel) and command == "move"):
             raise RequestRefused(
                 f"channel {in_quotes(channel)} is not an application's: it cannot be moved or replicated"
             )
         entry = installer.plan.entry(channel)
+        if entry.phase is not Phase.SETTLED and installer.plan.slot_above(channel) is not None:
+            raise RequestRefused(
+                f"the slot of channel {in_quotes(channel)} is in transition; wait until it has settled"
+            )
         route, before, actions = entry.route, entry.route.assignment, list[InnerAction]()
         after, note = self._resolve[command](installer, channel, entry, arguments, now)
         if not _same(route.assignment, after):

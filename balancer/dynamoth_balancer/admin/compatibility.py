@@ -13,6 +13,7 @@ from dynamoth.errors import PlanError, RequestRefused
 from dynamoth.names import in_quotes
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule, homes
 from dynamoth.plan.plan import Phase, Plan, single
+from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.wire import shortened
 
 NAMED_MAX = 3
@@ -107,7 +108,8 @@ def _check(plan: Plan, new: Compatibility) -> None:
     unknown = sorted(new.servers.difference(plan.servers))
     if unknown:
         raise RequestRefused(f"server {unknown[0]!r:.80} is not known; known are {', '.join(plan.servers)}")
-    before, after = (homes(rules, plan.base, plan.entries) for rules in (plan.compatibility.rules, new.rules))
+    base = () if any(map(is_slot, plan.entries)) else plan.base
+    before, after = (homes(rules, base, plan.entries) for rules in (plan.compatibility.rules, new.rules))
     if before != after:
         pattern, server = next(home for home in (*after, *before) if home not in before or home not in after)
         name = pattern.decode(errors="backslashreplace")

@@ -108,7 +108,7 @@ class View:
     servers: Sequence[str]
     #: The servers that are not connected, and why.
     down: Mapping[str, str]
-    #: The servers that are being drained and at which the plan names no channel.
+    #: The servers that are being drained and at which the plan has neither channel nor slot.
     emptied: Collection[str]
     #: The connected servers that do not answer.
     unanswered: Collection[str]
@@ -152,8 +152,7 @@ def find(view: View, now: float) -> Iterator[Found]:
 def _unreachable(server: str, view: View) -> Found:
     if server in view.emptied:
         text = (
-            "it is being drained, the plan has no channel there, and it is stopped: only channels that nobody has used"
-            " before, and whose home it is, wait for it"
+            "it is being drained, the plan has no channel there, and it is stopped: take it out of the list of servers"
         )
         return Found(Severity.WARNING, "server_unreachable", server, text)
     return Found(Severity.ERROR, "server_unreachable", server, f"no connection: {view.down[server]}")

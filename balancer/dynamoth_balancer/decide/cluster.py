@@ -11,6 +11,7 @@ The goals, in their order:
 1. ``replicate``: Algorithm 1. First, because a channel that is too large for one server has no good place.
 2. ``relieve``: Algorithm 2.
 3. ``drain``: empties servers that an operator wants to stop.
+4. ``spread``: gives slots to servers that have too few, such as new ones.
 
 The algorithms are those of Dynamoth, section III-B. Everything here is data and arithmetic; nothing depends on time.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from dynamoth.plan.plan import Assignment, Mode, single
+from dynamoth.plan.slots import is_slot
 from dynamoth_balancer.options import BalancerOptions
 
 
@@ -155,7 +157,7 @@ class Cluster:
     a server's load. ``dead`` maps each server that has been away for long to the replicated channels with a replica
     there. ``draining`` maps each server that is being drained to its channels; no move puts a channel there, or leaves
     one of its replicas there. ``blind`` has the servers whose agents do not see what is published: they count as
-    overloaded, and no move puts a channel there.
+    overloaded, and no move puts a channel there. ``slots`` has the slots of each server, with the load of each.
     """
 
     servers: dict[str, ServerLoad]
@@ -166,10 +168,14 @@ class Cluster:
     dead: Mapping[str, Sequence[bytes]] = field(default_factory=dict[str, Sequence[bytes]])
     draining: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     blind: Set[str] = frozenset()
+    slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
+    #: How many channels, and how many slots, these moves take away from each server, and bring to it.
     _away: Counter[str] = field(default_factory=Counter[str])
     _here: Counter[str] = field(default_factory=Counter[str])
+    _slots_away: Counter[str] = field(default_factory=Counter[str])
+    _slots_here: Counter[str] = field(default_factory=Counter[str])
     _guards: list[Callable[[Cluster, Move], bool]] = field(default_factory=list[Callable[["Cluster", Move], bool]])
 
     def move(self, load: ChannelRate, source: ServerLoad, target: ServerLoad, reason: str) -> Move:
@@ -195,21 +201,28 @@ class Cluster:
             server = self.servers[name]
             server.outgoing_bytes_per_s = max(0.0, server.outgoing_bytes_per_s + load)
         self.moves[move.channel] = move
-        self._away.update(move.left)
-        self._here.update(move.joined)
+        away, here = (self._slots_away, self._slots_here) if is_slot(move.channel) else (self._away, self._here)
+        away.update(move.left)
+        here.update(move.joined)
         return True
 
     def _admits(self, move: Move) -> bool:
         return (
             move.channel not in self.moves
-            and not self.is_full
+            and self._has_place(move)
             and self.draining.keys().isdisjoint(move.after.servers)
             and self.blind.isdisjoint(move.joined)
-            and not any(map(self.has_given, move.left))
-            and not any(map(self.has_taken, move.joined))
             and (move.replicates or self.movable(move.channel, move.source))
             and all(permits(self, move) for permits in self._guards)
         )
+
+    def _has_place(self, move: Move) -> bool:
+        """Return whether the bounds of a plan allow one more move like this one."""
+        if is_slot(move.channel):
+            bound = self.options.slots_per_server_max
+            return self._slots_away[move.source] < bound and self._slots_here[move.target] < bound
+        full = self.is_full or any(map(self.has_given, move.left)) or any(map(self.has_taken, move.joined))
+        return not full
 
     @property
     def targets(self) -> list[ServerLoad]:
@@ -225,6 +238,10 @@ class Cluster:
     def _room(self, server: ServerLoad) -> float:
         return self.options.accept_ratio * server.outgoing_bytes_per_s_max - server.outgoing_bytes_per_s
 
+    def slots_with(self, server: str) -> int:
+        """Return how many slots a server has after the moves of this plan."""
+        return len(self.slots.get(server, ())) - self._slots_away[server] + self._slots_here[server]
+
     @property
     def more_servers(self) -> str:
         """Advice, in words, for a cluster with too few servers."""
@@ -233,8 +250,8 @@ class Cluster:
 
     @property
     def is_full(self) -> bool:
-        """Whether the plan has ``moves_per_plan_max`` moves."""
-        return len(self.moves) >= self.options.moves_per_plan_max
+        """Whether the plan moves ``moves_per_plan_max`` channels."""
+        return len(self.moves) - self._slots_here.total() >= self.options.moves_per_plan_max
 
     def has_given(self, server: str) -> bool:
         """Return whether this plan may move no more channels away from a server."""
@@ -246,13 +263,13 @@ class Cluster:
 
     def check(self) -> None:
         """Assert the invariants of every plan, whatever the goals did."""
-        moves, options = self.moves.values(), self.options
+        moves, options = [move for move in self.moves.values() if not is_slot(move.channel)], self.options
         assert len(moves) <= options.moves_per_plan_max, f"a plan of {len(moves)} moves"
         for server in self.servers:
             leaving = sum(server in move.left for move in moves)
             coming = sum(server in move.joined for move in moves)
             assert max(leaving, coming) <= options.moves_per_server_max, f"{server}: {leaving} leave, {coming} come"
-        for move in moves:
+        for move in self.moves.values():
             closed = self.draining.keys() & set(move.after.servers) | self.blind & move.joined
             assert not closed, f"{move.channel!r} comes to {sorted(closed)}, which take no channels"
             assert move.before != move.after, f"{move.channel!r} is moved to where it is"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
@@ -159,7 +159,8 @@ class Decider:
         figures = self._figures(installer, loads, blind, now)
         dead = self._dead_replicas(installer, now)
         draining = {server: self._left_at(server, installer) for server in options.draining}
-        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind)
+        slots = {server: self._slot_rates(server, installer) for server in loads}
+        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots)
 
     def _awaits_reports(self, installer: Installer, now: float) -> bool:
         """Return whether a server that can take part is not measured yet, as it or its agent has just begun."""
@@ -180,33 +181,48 @@ class Decider:
         return replace(load, outgoing_bytes_per_s=max(load.outgoing_bytes_per_s, high))
 
     def _left_at(self, server: str, installer: Installer) -> list[ChannelRate]:
-        """Return the channels at a server being drained: those that the plan names there, with traffic or without.
-
-        Also channels that are at home there and that the server's agent has reported lately by name, because somebody
-        subscribes or publishes. Channels on their way from there are among them.
-        """
+        """Return the channels and slots at a server being drained, also those on their way from there."""
         rates = self._model.channel_rates(server)
-        channels = (*installer.index.named_at[server], *self._unnamed_at(server, installer))
-        return [ChannelRate(rates.get(channel, 0.0), channel) for channel in channels]
+        rates.update((load.channel, load.outgoing_bytes_per_s) for load in self._slot_rates(server, installer))
+        names = (*installer.index.named_at[server], *installer.index.slots_named_at[server])
+        return [ChannelRate(rates.get(name, 0.0), name) for name in names]
 
-    def _unnamed_at(self, server: str, installer: Installer) -> list[bytes]:
-        """Return the channels at a server being drained, by its reports, that the plan does not name."""
-        named, entry_of = installer.index.named_at[server], installer.plan.entry
-        return [
-            channel
-            for channel in self._model.channel_rates(server)
-            if channel not in named and book.follows(entry_of(channel), server)
-        ]
+    def _slot_rates(self, server: str, installer: Installer) -> list[ChannelRate]:
+        """Return the slots of a server with their load: of channels in reports, and a share of all others."""
+        slots, slot_above = installer.index.slots_at[server], installer.plan.slot_above
+        latest = self._model.latest(server)
+        rest = 0.0 if latest is None or not slots else latest.rest.bytes_out / latest.interval_s / len(slots)
+        rates = dict.fromkeys(slots, rest)
+        for channel, rate in self._model.channel_rates(server).items():
+            slot = slot_above(channel)
+            if slot in rates and slot is not None:
+                rates[slot] += rate
+        return [ChannelRate(rate, slot) for slot, rate in rates.items()]
+
+    def members(self, slots: Iterable[bytes], installer: Installer) -> dict[bytes, list[bytes]]:
+        """Return the channels of slots in transition that reports of their old servers name."""
+        members: dict[bytes, list[bytes]] = {slot: [] for slot in slots}
+        entries, slot_above = installer.plan.entries, installer.plan.slot_above
+        for server in {entries[slot].previous[-1].assignment.servers[0] for slot in members}:
+            for channel in self._model.channel_rates(server):
+                if (slot := slot_above(channel)) in members and slot is not None:
+                    members[slot].append(channel)
+        return members
 
     def channels_left(self, server: str, installer: Installer) -> int | None:
-        """Return how many channels are at a server that is being drained; None without measurements."""
+        """Return how many channels are at a server that is being drained; None without measurements.
+
+        Those that the plan names, and those that the agent has reported lately and that inherit from a slot there.
+        """
         latest = self._model.latest(server)
         if latest is None:
             return None
         rest = latest.rest  # channels that reports have no room for
         unnamed = rest.channels if rest.subscribers or rest.publications else 0
-        named = installer.index.named_at[server]
-        return len(named) + len(self._unnamed_at(server, installer)) + unnamed
+        named, entry_of = installer.index.named_at[server], installer.plan.entry
+        rates = self._model.channel_rates(server)
+        reported = sum(channel not in named and book.follows(entry_of(channel), server) for channel in rates)
+        return len(named) + reported + unnamed
 
     # Replication.
 

@@ -8,9 +8,11 @@ replicated or folded back need not be moved first. Other goals cannot put channe
 from __future__ import annotations
 
 from dynamoth.plan.plan import Mode
+from dynamoth.plan.slots import is_slot
 from dynamoth_balancer.decide.cluster import Cluster, Finding, Move, ServerLoad, busiest_first
 from dynamoth_balancer.decide.relieve import why_they_stay
 from dynamoth_balancer.decide.replicate import Change
+from dynamoth_balancer.decide.spread import give_slots
 
 
 class Drain:
@@ -28,6 +30,7 @@ class Drain:
         for name in sorted(cluster.draining):
             if name in cluster.servers:
                 moves += self._channels(cluster, cluster.servers[name])
+                moves += give_slots(cluster, cluster.servers[name], cluster.draining[name], _reason(name))
             self._find(cluster, name)
         return moves
 
@@ -48,6 +51,8 @@ class Drain:
     def _channels(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
         moves: list[Move] = []
         for load in busiest_first(cluster.draining[source.id]):
+            if is_slot(load.channel):
+                continue
             target = cluster.roomiest(source.id)
             if target is None or cluster.is_full or cluster.has_given(source.id):
                 break

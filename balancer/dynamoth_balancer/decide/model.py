@@ -18,9 +18,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from types import MappingProxyType
 
 from dynamoth.plan.plan import Assignment, Mode
 from dynamoth.protocol.reports import Report
@@ -40,6 +41,8 @@ the server restarts, or the network fails."""
 
 INTERRUPTIONS_MAX = 100
 """Bound of the interruptions that are remembered per server."""
+
+NO_MEMBERS: Mapping[bytes, Iterable[bytes]] = MappingProxyType({})
 
 INTERVAL_S_MIN = 0.01
 INTERVAL_S_MAX = 3600.0
@@ -140,6 +143,8 @@ class ClusterModel:
         self._servers = {server: _ServerModel() for server in servers}
         #: Moved channels whose load no report proves yet; at most one attribution for each.
         self._attributions: dict[bytes, _Attribution] = {}
+        #: The known channels of slots in transition.
+        self._members: dict[bytes, tuple[bytes, ...]] = {}
         #: When channels settled, while that matters to averages.
         self._settled_at: dict[bytes, float] = {}
         self.counters: Counter[str] = Counter()
@@ -231,8 +236,19 @@ class ClusterModel:
 
     # Channels on their way.
 
-    def on_moves(self, changes: Mapping[bytes, tuple[Assignment, Assignment]], now: float) -> None:
-        """Attribute channels, each changed from one assignment to another, to their new servers."""
+    def on_moves(
+        self,
+        changes: Mapping[bytes, tuple[Assignment, Assignment]],
+        now: float,
+        members: Mapping[bytes, Iterable[bytes]] = NO_MEMBERS,
+    ) -> None:
+        """Attribute channels, each changed from one assignment to another, to their new servers.
+
+        ``members`` has the known channels of each slot among them: they change as their slot does.
+        """
+        for slot, channels in members.items():
+            self._members[slot] = tuple(channels)
+            changes = {**changes, **dict.fromkeys(self._members[slot], changes[slot])}
         sources = {server for before, _ in changes.values() for server in before.servers}
         for server in sources:
             self._forget_old(self._servers[server], now)
@@ -249,9 +265,9 @@ class ClusterModel:
             for sample in self._servers[server].samples:
                 sample.strip(changes)
 
-    def on_settled(self, channels: Iterable[bytes], now: float) -> None:
+    def on_settled(self, channels: Collection[bytes], now: float) -> None:
         """Believe reports about these channels again, from now on."""
-        for channel in channels:
+        for channel in (*channels, *(c for slot in channels for c in self._members.pop(slot, ()))):
             self._settled_at[channel] = now
             if (attribution := self._attributions.get(channel)) is not None:
                 attribution.settled = now

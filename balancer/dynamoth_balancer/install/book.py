@@ -10,6 +10,7 @@ from types import MappingProxyType
 from dynamoth.machine.events import CommandPart
 from dynamoth.plan.compatibility import Compatibility
 from dynamoth.plan.plan import Assignment, Entry, Mode, Plan, PlanDelta
+from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.control import PlanChange, pack_control
 from dynamoth.protocol.stored_plan import write_delta
 
@@ -41,34 +42,45 @@ class _Step:
 
 
 class PlanIndex:
-    """Finds the replicated channels, and those at some servers, without going through the plan.
+    """Finds the replicated channels, those at some servers, and the slots of each, without going through the plan.
 
     Args:
-        entries: those of the plan.
-        servers: the servers whose channels are recorded.
+        plan: the plan.
+        servers: the servers whose channels and slots are recorded by name.
 
     """
 
-    def __init__(self, entries: Mapping[bytes, Entry], servers: Iterable[str]) -> None:
+    def __init__(self, plan: Plan, servers: Iterable[str]) -> None:
         #: The assignments of the replicated channels.
         self.replicated: dict[bytes, Assignment] = {}
-        #: By server, the channels for which somebody may use it, as the plan says.
+        homes = plan.ring.slots
+        #: By server, the slots that are there or on their way there.
+        self.slots_at = {server: set(homes.get(server, ())) for server in plan.servers}
+        self._slot_servers = {slot: server for server, slots in homes.items() for slot in slots}
+        #: By server, the channels for which somebody may use it.
         self.named_at: dict[str, set[bytes]] = {server: set() for server in servers}
-        self.update(entries)
+        #: And the slots.
+        self.slots_named_at = {server: set(homes.get(server, ())) for server in self.named_at}
+        self.update(plan.entries)
 
     def update(self, changed: Mapping[bytes, Entry]) -> None:
         """Take the new entries of some channels in."""
         for channel, entry in changed.items():
             assignment = entry.route.assignment
+            if is_slot(channel):
+                [server] = assignment.servers
+                self.slots_at.get(self._slot_servers[channel], set()).discard(channel)
+                self.slots_at[server].add(channel)
+                self._slot_servers[channel] = server
             if assignment.mode is not Mode.SINGLE:
                 self.replicated[channel] = assignment
             else:
                 self.replicated.pop(channel, None)
-            for server, channels in self.named_at.items():
+            for server, names in (self.slots_named_at if is_slot(channel) else self.named_at).items():
                 if follows(entry, server):
-                    channels.add(channel)
+                    names.add(channel)
                 else:
-                    channels.discard(channel)
+                    names.discard(channel)
 
 
 def follows(entry: Entry, server: str) -> bool:

@@ -80,7 +80,7 @@ class Installer:
     ) -> None:
         self._book = book
         #: Of the present plan, with the channels at servers being drained.
-        self.index = PlanIndex(book.plan.entries, options.draining)
+        self.index = PlanIndex(book.plan, options.draining)
         self._servers = servers
         self._agents = agents
         self._options = options
@@ -95,6 +95,8 @@ class Installer:
         #: The channels in transition; written only here.
         self.transitions: dict[bytes, Transition] = {}
         self._note_transitions(book.plan.entries, now)
+        #: The plan whose index was checked.
+        self._checked: Plan | None = None
         #: Whether something has happened that may complete a phase.
         self._due = True
         self._advance_at = now
@@ -416,9 +418,14 @@ class Installer:
             assert transition.version <= self.plan.version, f"{channel!r} changed in version {transition.version}"
         unsettled = sum(entry.phase is not Phase.SETTLED for entry in entries.values())
         assert unsettled == len(self.transitions), f"{unsettled} entries, {len(self.transitions)} transitions"
-        index = PlanIndex(entries, self.index.named_at)
+        if self._checked is self.plan:
+            return  # the rest takes milliseconds
+        self._checked = self.plan
+        index = PlanIndex(self.plan, self.index.named_at)
+        assert index.slots_at == self.index.slots_at, "the index has the slots of each server"
         assert index.replicated == self.index.replicated, "the index has the replicated channels"
         assert index.named_at == self.index.named_at, "the index has the channels at servers being drained"
+        assert index.slots_named_at == self.index.slots_named_at, "and their slots"
 
     def tick(self, now: float) -> list[InnerAction]:
         """Sync copies, ask silent agents, and advance transitions."""

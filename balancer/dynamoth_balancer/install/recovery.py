@@ -117,7 +117,7 @@ def _without_strange_servers(configured: Sequence[Server], copies: list[Copy]) -
     if not usable:
         raise ConfigError(
             f"the plan stored at {copies[0].server} uses {some_of(strange[id(copies[0])])}, which the configuration"
-            " does not list: servers cannot be removed yet, put them back into the list of servers"
+            " does not list: put them back into the list of servers, and drain them before you remove them"
         )
     conflicts = [
         Conflict(copy.server, f"its channels are at servers that are not configured: {some_of(strange[id(copy)])}")
@@ -159,10 +159,10 @@ def is_of_another_cluster(found: Copy, plan: Plan) -> bool:
 
 
 def servers_in_use(plan: Plan) -> set[str]:
-    """Return the servers that may have channels: those of the ring, of rules, and of entries."""
+    """Return the servers that may have channels: those of rules, of entries, and of slots that never moved."""
     assignments = {route.assignment for entry in plan.entries.values() for route in (entry.route, *entry.previous)}
     return {
-        *plan.base,
+        *(server for server, slots in plan.ring.slots.items() if not slots <= plan.entries.keys()),
         *plan.compatibility.servers,
         *(server for assignment in assignments for server in assignment.servers),
     }

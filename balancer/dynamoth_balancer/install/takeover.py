@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynamoth.errors import MalformedMessage
+from dynamoth.errors import ConfigError, MalformedMessage, OlderPlan
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import in_quotes
 from dynamoth.plan.compatibility import CompatibilityRule
@@ -76,6 +76,8 @@ class Takeover:
         self._copies: list[Copy] = []
         #: Servers with copies that have unreadable entries: copies of the same plan at other servers are read, too.
         self._damaged: set[str] = set()
+        #: Why a plan of an older version cannot be continued; empty where there is none.
+        self._older = ""
         #: The unreadable entries.
         self._conflicts: list[Conflict] = []
 
@@ -109,6 +111,9 @@ class Takeover:
                     self._damaged.add(server)
                     self._conflicts.append(Conflict(server, _damage(damaged)))
             found.state = _State.KNOWN
+        except OlderPlan as error:
+            self._older = f"the plan stored at {server} cannot be continued: {error}"
+            found.state, found.header = _State.UNREADABLE, None
         except MalformedMessage as error:
             found.state = _State.UNREADABLE
             found.header = None
@@ -149,9 +154,12 @@ class Takeover:
         """Return the plan to continue with, the versions of usable copies by server, and the conflicts.
 
         Raises:
-            ConfigError: the copies are of different clusters, or a server that they use is not configured.
+            ConfigError: the copies are of different clusters or of an older version, or a server that they use is not
+                configured.
 
         """
+        if self._older:
+            raise ConfigError(self._older)
         complete = all(found.state is _State.KNOWN for found in self._found.values())
         copies = [self._judge(copy) for copy in self._copies]
         if self._own is not None:

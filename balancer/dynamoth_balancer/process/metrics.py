@@ -28,6 +28,7 @@ _GAUGES: Mapping[str, str] = {
 _GAUGES_BY_SERVER: Mapping[str, str] = {
     "load_ratio": "Averaged load over capacity, as decisions see it: load on its way is counted where it goes",
     "channels_left": "Channels that are still at a server that is being drained, as far as its agent knows",
+    "slots_left": "Slots that are still at a server that is being drained; the channels without an entry are in slots",
     "agent_blind": "1 while the agent does not see what is published",
 }
 

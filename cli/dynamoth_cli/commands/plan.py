@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dynamoth.plan.plan import Entry, Location, Mode, Plan, Route
+from dynamoth.plan.plan import Entry, Location, Mode, Phase, Plan, Route
+from dynamoth.plan.slots import SLOTS, is_slot, slot_name
 from dynamoth_balancer.admin.api import CHANGE_TIMEOUT_S_MAX
 from dynamoth_balancer.admin.changes import MODES, mode_name
 from dynamoth_balancer.admin.compatibility import describe_rules
@@ -164,9 +166,21 @@ def plan_as_json(plan: Plan) -> Mapping[str, Any]:
                 **_route_as_json(entry.route),
                 "previous": [_route_as_json(route) for route in entry.previous],
             }
-            for channel, entry in sorted(plan.entries.items())
+            for channel, entry in _channels(plan)
         ],
+        "slots": _slots(plan),
     }
+
+
+def _channels(plan: Plan) -> list[tuple[bytes, Entry]]:
+    """Return the channels that a plan names, with their entries."""
+    return sorted((name, entry) for name, entry in plan.entries.items() if not is_slot(name))
+
+
+def _slots(plan: Plan) -> dict[str, int]:
+    """Return how many slots each server has."""
+    counts = Counter(plan.entry(slot_name(slot)).route.assignment.servers[0] for slot in range(SLOTS))
+    return {server: counts[server] for server in plan.servers}
 
 
 def channel_as_json(plan: Plan, channel: bytes) -> Mapping[str, Any]:
@@ -216,14 +230,22 @@ def plan_as_text(plan: Plan) -> str:
         lines += [f"  {line}" for line in compatibility.describe(describe_rules(plan.compatibility))]
     if not plan.entries:
         return "\n".join([*lines, "every channel is where the ring puts it", ""])
-    width = min(NAME_WIDTH_MAX, max(len(channel_name(channel)) for channel in plan.entries))
-    replicated = sum(entry.route.assignment.mode is not Mode.SINGLE for entry in plan.entries.values())
+    channels = _channels(plan)
+    if moving := sum(entry.phase is not Phase.SETTLED for name, entry in plan.entries.items() if is_slot(name)):
+        lines.append(f"  {counted(moving, 'slot')} in transition")
+    rest = "where the ring puts them"
+    if len(channels) < len(plan.entries):
+        rest = f"in slots: {', '.join(f'{number} at {server}' for server, number in _slots(plan).items())}"
+    if not channels:
+        return "\n".join([*lines, f"all channels are {rest}", ""])
+    width = min(NAME_WIDTH_MAX, max(len(channel_name(channel)) for channel, _ in channels))
+    replicated = sum(entry.route.assignment.mode is not Mode.SINGLE for _, entry in channels)
     also = f", {replicated} of them {'is' if replicated == 1 else 'are'} replicated now" if replicated else ""
     lines.append(
-        f"{counted(len(plan.entries), 'channel')} {'was' if len(plan.entries) == 1 else 'were'} moved or replicated"
-        f"{also}; all others are where the ring puts them"
+        f"{counted(len(channels), 'channel')} {'was' if len(channels) == 1 else 'were'} moved or replicated"
+        f"{also}; all others are {rest}"
     )
-    for channel, entry in sorted(plan.entries.items()):
+    for channel, entry in channels:
         name = channel_name(channel)
         if len(name) > width:
             lines.append(f"  {name}")

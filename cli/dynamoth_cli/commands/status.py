@@ -215,7 +215,7 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
     ]
     servers: Mapping[str, Mapping[str, Any]] = balancer["servers"]
     lines += [
-        _draining(id_, server["channels_left"], server.get("channels_named"))
+        _draining(id_, server["channels_left"], server.get("channels_named"), server.get("slots_left") or 0)
         for id_, server in servers.items()
         if server.get("draining")
     ]
@@ -241,16 +241,14 @@ def describe_recorders(servers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"recorded by {counted(most, 'recorder')}{fewer}"] if most else []
 
 
-def _draining(server: str, channels_left: int | None, channels_named: int | None) -> str:
-    match channels_left:
-        case None:
-            named = "no channel" if not channels_named else counted(channels_named, "channel")
-            return f"draining: {server}; the plan has {named} there; its agent does not report what else is left"
-        case 0:
-            return f"draining: {server}; nothing is left there"
-        case _:
-            verb = "is" if channels_left == 1 else "are"
-            return f"draining: {server}; {counted(channels_left, 'channel')} {verb} left there"
+def _draining(server: str, channels_left: int | None, channels_named: int | None, slots_left: int) -> str:
+    numbers = {"channel": channels_named if channels_left is None else channels_left, "slot": slots_left}
+    left = " and ".join(counted(number, what) for what, number in numbers.items() if number)
+    if channels_left is None:
+        named = f"the plan has {left or 'no channel'} there"
+        return f"draining: {server}; {named}; its agent does not report what else is left"
+    verb = "is" if channels_left + slots_left == 1 else "are"
+    return f"draining: {server}; {left or 'nothing'} {verb if left else 'is'} left there"
 
 
 def _describe_decision(decision: Mapping[str, Any]) -> list[str]:

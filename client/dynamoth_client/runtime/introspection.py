@@ -177,7 +177,7 @@ def _counts(replies: _Replies) -> dict[Location, int]:
 
 
 def _newest(replies: Iterable[Any]) -> Entry | None:
-    """Return what the newest stored plan says of a channel; None for one that it does not name."""
+    """Return the entry that the newest stored plan has for a channel; None for one that it does not name."""
     newest: Entry | None = None
     for reply in replies:
         try:
@@ -186,8 +186,8 @@ def _newest(replies: Iterable[Any]) -> Entry | None:
             raise redis.exceptions.ResponseError(
                 f"the stored plan cannot be read: {error}; upgrade this client if it is older than the balancer"
             ) from error
-        if stored is not None and stored.entry is not None and stored.entry.newer_than(newest):
-            newest = stored.entry
+        if stored is not None and stored.own is not None and stored.own.newer_than(newest):
+            newest = stored.own
     return newest
 
 

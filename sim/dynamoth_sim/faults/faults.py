@@ -136,7 +136,7 @@ class Chaos:
         """Return, in words, what was begun and is not done."""
         if "drain server" not in self._profile.once or self._cluster.gone:
             return []
-        return [f"{LEAVER} cannot be stopped: {self._cluster.channels_left(LEAVER)} channels are left there"]
+        return [f"{LEAVER} cannot be stopped: {self._cluster.left_at(LEAVER)} channels and slots are left there"]
 
     def stop(self) -> None:
         """Stop: repair everything that is broken, start everything that is down, and make the network quick."""
@@ -227,7 +227,7 @@ class Chaos:
         self._world.after(LOOK_S, self._stop_if_empty)
 
     def _stop_if_empty(self) -> None:
-        if self._cluster.channels_left(LEAVER) == 0:
+        if self._cluster.left_at(LEAVER) == 0:
             self._world.after(
                 STOP_S * self._random.random(), partial(self._cluster.stop_for_good, LEAVER, orderly=True)
             )

@@ -8,8 +8,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from dynamoth.plan.plan import Assignment, Mode, Plan, single
-from dynamoth_sim.cluster import VIRTUAL_NODES, Cluster
+from dynamoth.plan.plan import Assignment, Mode, single
+from dynamoth.plan.slots import slot_of
+from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.load.clients import Client, PatternSubscriberApp, PublisherApp, SubscriberApp
 from dynamoth_sim.load.plain import RawPublisherApp
 from dynamoth_sim.load.rgame import GameWorld, Join, Leave, Player
@@ -47,6 +48,8 @@ class WorkloadOptions:
     storm_ratio: float = 0.0
     #: The share of moves that replicate the channel, in either mode, over two servers or more.
     replicated_ratio: float = 0.5
+    #: The shares of moves that move the channel's slot instead; each run draws one of them.
+    slot_ratios: tuple[float, ...] = (0.0, 0.5, 1.0)
     #: How many publishes a publisher may begin before the first has ended, where it does not wait for them.
     burst_max: int = 5
 
@@ -84,14 +87,13 @@ class Workload:
     channels: list[bytes] = field(init=False)
     stopped: bool = False
     _upgrade: Upgrade | None = None
+    _slot_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         """Name the channels; so few that they often share a server."""
         names = [b"ch%d" % number for number in range(NAMES_MAX)]
-        if self.options.leaver:
-            ring = Plan.initial(self.cluster.server_list, VIRTUAL_NODES).ring
-            names = [name for name in names if ring.home(name) != self.options.leaver]
         self.channels = names[: self.options.channels]
+        self._slot_ratio = self._random.choice(self.options.slot_ratios)
 
     @property
     def _random(self) -> Random:
@@ -290,8 +292,15 @@ class Workload:
         for channel in self.channels if storm else [self._random.choice(self.channels)]:
             if channel in kept:
                 continue
-            self.cluster.change(channel, self._draw_assignment())
+            if self._random.random() < self._slot_ratio:
+                self.cluster.change(slot_of(channel), single(self._draw_server()))
+            else:
+                self.cluster.change(channel, self._draw_assignment())
         self.cluster.world.after(self.options.move_interval_s * self._random.random(), self._move)
+
+    def _draw_server(self) -> str:
+        servers, leaver = self.cluster.present, self.options.leaver
+        return leaver if leaver in servers and self._random.random() < 0.5 else self._random.choice(servers)
 
     def _draw_assignment(self) -> Assignment:
         servers, leaver = self.cluster.present, self.options.leaver

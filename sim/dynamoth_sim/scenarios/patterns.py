@@ -100,7 +100,7 @@ def pattern_server_leaves(stage: Stage) -> None:
 
     def is_empty() -> bool:
         publisher.publish(channel)
-        return stage.cluster.channels_left("s1") == 0
+        return stage.cluster.left_at("s1") == 0
 
     stage.wait("s1 is empty", is_empty)
     stage.cluster.stop_for_good("s1", orderly=True)

@@ -427,8 +427,7 @@ def drained(stage: Stage) -> None:
     stage.expect(f"nobody listens at s1, not to {here}", not here, *here[:1])
     balancer = stage.cluster.balancer.machine
     assert isinstance(balancer, BalancerMachine)
-    count = balancer.channels_left("s1", stage.world.now)
-    stage.expect(f"the balancer says so, not {count}", count == 0)
+    stage.wait("the balancer says so", lambda: stage.cluster.left_at("s1") == 0)
     stage.cluster.change(busy, single("s1"))
     stage.wait("the balancer answers", stage.cluster.settled)
     refused = [reason for reason in stage.cluster.moves.refused if "is being drained" in reason]

@@ -194,4 +194,4 @@ class PublisherRoutes(Part):
                 actions.append(Send(link, stored_plan.READ_HEADER, ("header",)))
             self._of_other_ring.add(channel)
             return None, actions
-        return stored.settled_or(self._plan.home(channel)).client_route, actions
+        return stored.entry(channel, self._plan.home(channel)).client_route, actions

@@ -153,7 +153,7 @@ class Routing(Part):
         if location.server == ALONE or self._plan.has_other_ring(stored):  # not alone any more, or a new plan
             header = Send(location.server, stored_plan.READ_HEADER, ("header",))
             return [header, *self.verify_later(subscription, place, now)]
-        entry = stored.settled_or(self._plan.home(subscription.channel))
+        entry = stored.entry(subscription.channel, self._plan.home(subscription.channel))
         route = entry.client_route
         if location in route.locations(subscription.channel) or (
             entry.phase is Phase.PREPARED and entry.route == subscription.route
@@ -414,7 +414,7 @@ class Routing(Part):
             stored = None
         if stored is None:
             return []
-        route = stored.settled_or(self._plan.home(subscription.channel)).client_route
+        route = stored.entry(subscription.channel, self._plan.home(subscription.channel)).client_route
         return self._learn(subscription, link, route, now)
 
     def _fail_over_later(self, subscription: Subscription, place: Place, now: float) -> None:
