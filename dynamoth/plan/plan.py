@@ -19,9 +19,11 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 from dynamoth.errors import PlanError
 from dynamoth.names import replica_channel
+from dynamoth.plan.administration import NO_ADMINISTRATION, Administration
 from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility, CompatibilityRule
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
 from dynamoth.plan.slots import hash_of, is_slot, slot_of
@@ -189,6 +191,7 @@ class Plan:
 
     ``base`` are the ids of the servers of the ring; one that has left the cluster is not in ``servers``, and all its
     slots have entries. ``compatibility`` are the rules for channels that plain Redis clients use, too.
+    ``administration`` is what administrators have decided; agents and clients do without it.
     """
 
     version: int
@@ -197,6 +200,7 @@ class Plan:
     entries: Mapping[bytes, Entry] = field(default_factory=lambda: MappingProxyType({}))
     virtual_nodes: int = VIRTUAL_NODES
     compatibility: Compatibility = NO_COMPATIBILITY
+    administration: Administration = NO_ADMINISTRATION
 
     def __post_init__(self) -> None:
         """Refuse a plan that nobody could follow."""
@@ -213,6 +217,8 @@ class Plan:
         strange = sorted(self.compatibility.servers.difference(self.servers))
         if strange:
             raise PlanError(f"compatibility rules name servers that the plan does not list: {', '.join(strange)}")
+        if (reason := self.administration.why_unfit(self.servers)) is not None:
+            raise PlanError(reason)
 
     @classmethod
     def initial(
@@ -279,7 +285,7 @@ class Plan:
             if is_slot(channel) and any(route.assignment.mode is not Mode.SINGLE for route in entry.live_routes):
                 raise PlanError(f"{channel.decode()} is a slot, and slots have one server")
         entries = MappingProxyType({**self.entries, **changed})
-        return self._replaced(self.version + 1 if version is None else version, entries)
+        return self._replaced(version=self.version + 1 if version is None else version, entries=entries)
 
     def with_compatibility(self, rules: Iterable[CompatibilityRule]) -> Plan:
         """Return the next version, with these compatibility rules. Raises PlanError.
@@ -287,11 +293,48 @@ class Plan:
         The caller has made sure that no channel moves by that.
         """
         version = self.version + 1
-        return self._replaced(version, self.entries, Compatibility(version, tuple(rules)))
+        return self._replaced(version=version, compatibility=Compatibility(version, tuple(rules)))
 
     def following(self, compatibility: Compatibility) -> Plan:
         """Return the same version with other compatibility rules. Raises PlanError: they name unknown servers."""
-        return self._replaced(self.version, self.entries, compatibility)
+        return self._replaced(compatibility=compatibility)
+
+    def administered(self, administration: Administration, servers: Iterable[Server] | None = None) -> Plan:
+        """Return the next version, with another administration, and perhaps with other servers.
+
+        Raises:
+            PlanError: a server that is missing is in use, or the administration does not fit the servers.
+
+        """
+        version = self.version + 1
+        listed = self.servers.values() if servers is None else servers
+        return self.listing(listed, replace(administration, version=version), version)
+
+    def listing(self, servers: Iterable[Server], administration: Administration, version: int | None = None) -> Plan:
+        """Return the same version (or ``version``) with this list of servers and this administration.
+
+        Raises:
+            PlanError: as :meth:`administered`.
+
+        """
+        by_id = {server.id: server for server in servers}
+        gone = self.servers.keys() - by_id.keys()
+        if gone and (used := sorted(gone & self.servers_in_use)):
+            raise PlanError(f"a plan lists the servers that it uses, and these are missing: {', '.join(used)}")
+        new_version = self.version if version is None else version
+        return self._replaced(version=new_version, servers=by_id, administration=administration)
+
+    @cached_property
+    def servers_in_use(self) -> frozenset[str]:
+        """The servers that may have channels: those of rules, of entries, and of slots that never moved."""
+        assignments = {route.assignment for entry in self.entries.values() for route in entry.live_routes}
+        return frozenset(
+            (
+                *(server for server, slots in self.ring.slots.items() if not slots <= self.entries.keys()),
+                *self.compatibility.servers,
+                *(server for assignment in assignments for server in assignment.servers),
+            )
+        )
 
     def begin(self, assignments: Mapping[bytes, Assignment]) -> Plan:
         """Return the next version, with a PREPARED transition for each given channel.
@@ -328,40 +371,74 @@ class Plan:
                 raise PlanError(f"channel {channel!r} is not active; it cannot settle")
         return self.with_entries({channel: Entry(self.entries[channel].route, Phase.SETTLED) for channel in channels})
 
-    def _replaced(
-        self, version: int, entries: Mapping[bytes, Entry], compatibility: Compatibility | None = None
-    ) -> Plan:
-        rules = self.compatibility if compatibility is None else compatibility
-        new = replace(self, version=version, entries=entries, compatibility=rules)
+    def _replaced(self, **changes: Any) -> Plan:
+        new = replace(self, **changes)
         if "ring" in self.__dict__:
             new.__dict__["ring"] = self.__dict__["ring"]
         return new
 
-    def diff(self, newer: Plan) -> PlanDelta:
-        """Return the changes from this plan to ``newer``, a later version over the same servers."""
+    def diff(self, newer: Plan, channels: Iterable[bytes] | None = None) -> PlanDelta:
+        """Return the changes from this plan to ``newer``, a later version with the same ring.
+
+        With ``channels``, the entries of exactly these are taken for changed.
+        """
         mine = self.entries
-        changed = {channel: entry for channel, entry in newer.entries.items() if mine.get(channel) != entry}
-        rules = newer.compatibility if newer.compatibility != self.compatibility else None
-        return PlanDelta(self.version, newer.version, changed, rules)
+        if channels is None:
+            channels = (channel for channel, entry in newer.entries.items() if mine.get(channel) != entry)
+        changed = {channel: newer.entries[channel] for channel in channels}
+        return PlanDelta(
+            self.version,
+            newer.version,
+            changed,
+            newer.compatibility if newer.compatibility != self.compatibility else None,
+            tuple(newer.servers.values()) if newer.servers != self.servers else None,
+            newer.administration if newer.administration != self.administration else None,
+        )
 
     def apply(self, delta: PlanDelta) -> Plan:
         """Return the plan after ``delta``.
 
         Raises:
-            PlanError: when the delta was not made for this version; the holder must read the whole plan again.
+            PlanError: when the delta was not made for this version, or does not fit it; the holder must read the whole
+                plan again.
 
         """
         if delta.base != self.version:
             raise PlanError(f"a delta from version {delta.base} does not fit version {self.version}")
-        plan = self.with_entries(delta.entries, delta.version)
-        return plan if delta.compatibility is None else plan.following(delta.compatibility)
+        plan = self
+        if delta.servers is not None:  # the list may lack a server that an entry before the change names
+            joined = {**self.servers, **{server.id: server for server in delta.servers}}
+            plan = plan._replaced(servers=joined)
+        plan = plan.with_entries(delta.entries, delta.version)
+        if delta.compatibility is not None:
+            plan = plan.following(delta.compatibility)
+        if delta.servers is None and delta.administration is None:
+            return plan
+        servers = plan.servers.values() if delta.servers is None else delta.servers
+        return plan.listing(servers, delta.administration or plan.administration)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDelta:
-    """The changes from plan version ``base`` to ``version``. ``compatibility`` is None when the rules stay."""
+    """The changes from plan version ``base`` to ``version``.
+
+    ``compatibility``, ``servers`` (all of them) and ``administration`` are None when they stay.
+    """
 
     base: int
     version: int
     entries: Mapping[bytes, Entry]
     compatibility: Compatibility | None = None
+    servers: tuple[Server, ...] | None = None
+    administration: Administration | None = None
+
+    def then(self, later: PlanDelta) -> PlanDelta:
+        """Return both changes as one; ``later`` begins at the version where this one ends."""
+        return PlanDelta(
+            self.base,
+            later.version,
+            {**self.entries, **later.entries},
+            self.compatibility if later.compatibility is None else later.compatibility,
+            self.servers if later.servers is None else later.servers,
+            self.administration if later.administration is None else later.administration,
+        )

@@ -24,8 +24,20 @@ from dynamoth.protocol.plan_wire import (
     entry_to_wire,
     route_from_wire,
     route_to_wire,
+    servers_from_wire,
+    servers_to_wire,
 )
-from dynamoth.protocol.wire import pack, parser, read_array, read_bytes, read_natural, read_text, shortened, unpack
+from dynamoth.protocol.wire import (
+    pack,
+    parser,
+    read_array,
+    read_bytes,
+    read_natural,
+    read_text,
+    read_text_map,
+    shortened,
+    unpack,
+)
 
 LOSS_MAX = 1_000_000
 """Messages that one LossNotice counts; a larger number means "unknown". Ten times what an agent
@@ -201,15 +213,6 @@ def _names(value: Any) -> tuple[bytes, ...]:
     return tuple(map(read_bytes, read_array(value)))
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise MalformedMessage(f"a map expected, not {shortened(value)}")
-    mapping: dict[Any, Any] = {**value}
-    if not all(isinstance(key, str) for key in mapping):
-        raise MalformedMessage(f"a map with text keys expected, not {shortened(value)}")
-    return mapping
-
-
 def _optional(read: Callable[[Any], Any], value: Any) -> Any:
     return None if value is None else read(value)
 
@@ -225,16 +228,26 @@ def _copy(value: Any) -> tuple[str, bytes]:
 
 
 def _delta_to_wire(delta: PlanDelta) -> list[Any]:
+    """Return the wire form of a change, without the administration, which agents do not need."""
     entries = [[channel, entry_to_wire(entry)] for channel, entry in delta.entries.items()]
-    wire: list[Any] = [delta.base, delta.version, entries]
-    return wire if delta.compatibility is None else [*wire, compatibility_to_wire(delta.compatibility)]
+    rules = None if delta.compatibility is None else compatibility_to_wire(delta.compatibility)
+    servers = None if delta.servers is None else servers_to_wire(delta.servers)
+    wire: list[Any] = [delta.base, delta.version, entries, rules, servers]
+    while wire[-1] is None:
+        wire.pop()
+    return wire
 
 
 def _delta_from_wire(value: Any) -> PlanDelta:
-    base, version, entries, *more = read_array(value)
+    base, version, entries, rules, servers = [*read_array(value), None, None][:5]
     read = {read_bytes(pair[0]): entry_from_wire(pair[1]) for pair in map(read_array, read_array(entries))}
-    rules = compatibility_from_wire(more[0]) if more and more[0] is not None else None
-    return PlanDelta(_version(base), _version(version), read, rules)
+    return PlanDelta(
+        _version(base),
+        _version(version),
+        read,
+        _optional(compatibility_from_wire, rules),
+        _optional(servers_from_wire, servers),
+    )
 
 
 _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
@@ -265,8 +278,8 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
     7: lambda v: PlanQuery(_version(v[0])),
     8: lambda v: PlanAck(read_text(v[0]), read_natural(v[1]), _version(v[2])),
     9: lambda v: Vacated(read_text(v[0]), tuple(map(_pair, read_array(v[1]))), read_natural(v[2])),
-    10: lambda v: AdminRequest(read_natural(v[0]), read_text(v[1]), _mapping(v[2])),
-    11: lambda v: AdminReply(read_natural(v[0]), _mapping(v[1]), _optional(read_text, v[2])),
+    10: lambda v: AdminRequest(read_natural(v[0]), read_text(v[1]), read_text_map(v[2])),
+    11: lambda v: AdminReply(read_natural(v[0]), read_text_map(v[1]), _optional(read_text, v[2])),
     13: lambda v: ForwardRequest(tuple(map(_copy, read_array(v[0])))),
     14: lambda v: RulesChanged(read_natural(v[0])),
 }

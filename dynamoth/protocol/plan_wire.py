@@ -1,16 +1,33 @@
-"""The wire form of routes, plan entries and compatibility rules: in control messages and in the stored plan.
+"""The wire form of the parts of a plan: in control messages and in the stored plan.
 
 Everything is a msgpack array. A reader ignores elements after those that it knows, so that newer software may add some.
+The administration is a map, and a writer keeps what it does not know.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 from dynamoth.errors import MalformedMessage, UnknownMode
+from dynamoth.plan.administration import PINS_MAX, REMOVED_MAX, Administration
 from dynamoth.plan.compatibility import RULES_MAX, Compatibility, CompatibilityRule
-from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Mode, Phase, Route
-from dynamoth.protocol.wire import pack, parser, read_array, read_bytes, read_natural, read_text, shortened, unpack
+from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Mode, Phase, Route, Server
+from dynamoth.protocol.wire import (
+    pack,
+    parser,
+    read_array,
+    read_bytes,
+    read_natural,
+    read_text,
+    read_text_map,
+    shortened,
+    unpack,
+)
+
+TEXT_MAX = 2000
+"""Characters of the id or the URL of a server."""
 
 
 def route_to_wire(route: Route) -> list[Any]:
@@ -22,10 +39,13 @@ def route_to_wire(route: Route) -> list[Any]:
 def route_from_wire(value: Any) -> Route:
     """Read the wire form of a route. Raises MalformedMessage."""
     epoch, mode, servers = value[:3]
+    return Route(read_natural(epoch, EPOCH_MAX), _assignment_from_wire(mode, servers))
+
+
+def _assignment_from_wire(mode: Any, servers: Any) -> Assignment:
     if isinstance(mode, int) and mode > max(Mode):
         raise UnknownMode(f"mode {mode} of a route is unknown here: upgrade this software")
-    names = tuple(map(read_text, read_array(servers)))
-    return Route(read_natural(epoch, EPOCH_MAX), Assignment(Mode(read_natural(mode)), names))
+    return Assignment(Mode(read_natural(mode)), tuple(map(read_text, read_array(servers))))
 
 
 def entry_to_wire(entry: Entry) -> list[Any]:
@@ -58,6 +78,59 @@ def _rule_from_wire(pattern: Any, server: Any, plain: Any) -> CompatibilityRule:
     if not isinstance(plain, bool):
         raise MalformedMessage(f"a rule says True or False whether it is plain, not {shortened(plain)}")
     return CompatibilityRule(read_bytes(pattern), read_text(server), plain)
+
+
+def servers_to_wire(servers: Iterable[Server]) -> list[Any]:
+    """Return the wire form of a list of servers."""
+    return [[server.id, server.url] for server in servers]
+
+
+@parser("a list of servers")
+def servers_from_wire(value: Any) -> tuple[Server, ...]:
+    """Read the wire form of a list of servers. Raises MalformedMessage."""
+    return tuple(Server(_name(item[0]), _name(item[1])) for item in map(read_array, read_array(value)))
+
+
+def _name(value: Any) -> str:
+    return read_text(value, TEXT_MAX)
+
+
+def administration_to_wire(administration: Administration) -> dict[str, Any]:
+    """Return the wire form of an administration."""
+    return {
+        **administration.others,
+        "version": administration.version,
+        "paused": administration.paused,
+        "draining": sorted(administration.draining),
+        "pins": [[channel, int(pin.mode), list(pin.servers)] for channel, pin in administration.pins.items()],
+        "removed": list(administration.removed),
+        "outgoing_bytes_per_s_max": dict(administration.outgoing_bytes_per_s_max),
+    }
+
+
+@parser("the administration of a plan")
+def administration_from_wire(value: Any) -> Administration:
+    """Read the wire form of an administration; what is missing has its default. Raises MalformedMessage."""
+    fields = read_text_map(value)
+    paused = fields.pop("paused", False)
+    if not isinstance(paused, bool):
+        raise MalformedMessage(f"a balancer is paused or not, True or False, not {shortened(paused)}")
+    pins = map(read_array, read_array(fields.pop("pins", []))[: PINS_MAX + 1])
+    limits = read_text_map(fields.pop("outgoing_bytes_per_s_max", {}))
+    return Administration(
+        version=read_natural(fields.pop("version", 0), EPOCH_MAX),
+        paused=paused,
+        draining=frozenset(map(_name, read_array(fields.pop("draining", [])))),
+        pins=MappingProxyType({read_bytes(pin[0]): _assignment_from_wire(pin[1], pin[2]) for pin in pins}),
+        removed=tuple(map(_name, read_array(fields.pop("removed", []))[: REMOVED_MAX + 1])),
+        outgoing_bytes_per_s_max=MappingProxyType({_name(id_): read_natural(limit) for id_, limit in limits.items()}),
+        others=MappingProxyType(fields),
+    )
+
+
+def pack_administration(administration: Administration) -> bytes:
+    """Serialise an administration for the stored plan."""
+    return pack(administration_to_wire(administration))
 
 
 def pack_compatibility(compatibility: Compatibility) -> bytes:

@@ -4,6 +4,7 @@ Fields: ``@version`` (decimal), ``@cluster`` (the header: servers, ring, number 
 Redis process that it was written to, empty where the server does not tell: a plan that Redis restored from disk after a
 restart may be old and is not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too;
 missing where there never were any), ``@ring`` (identifies the ring, for readers that do not read the header each time),
+``@administration`` (what administrators have decided, for balancers; missing where they never did),
 and ``c:<name>`` for each channel and slot that the plan names. A change is one HSET, which Redis executes at once.
 """
 
@@ -18,10 +19,21 @@ from typing import Any, cast
 from dynamoth.errors import MalformedMessage, OlderPlan
 from dynamoth.machine.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.plan.administration import NO_ADMINISTRATION, Administration
 from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility
-from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route, Server
+from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route
 from dynamoth.plan.slots import SLOTS, slot_of
-from dynamoth.protocol.plan_wire import compatibility_from_wire, pack_compatibility, pack_entry, unpack_entry
+from dynamoth.protocol.plan_wire import (
+    TEXT_MAX,
+    administration_from_wire,
+    compatibility_from_wire,
+    pack_administration,
+    pack_compatibility,
+    pack_entry,
+    servers_from_wire,
+    servers_to_wire,
+    unpack_entry,
+)
 from dynamoth.protocol.wire import pack, parser, read_array, read_natural, read_text, shortened, unpack
 
 VERSION_FIELD = b"@version"
@@ -31,9 +43,10 @@ OLD_HEADER_FIELD = b"@header"
 RUN_FIELD = b"@run"
 COMPATIBILITY_FIELD = b"@compatibility"
 RING_FIELD = b"@ring"
-HEADER_FIELDS = 5
-"""The fields that are no channel's."""
+ADMINISTRATION_FIELD = b"@administration"
 _CHANNEL_PREFIX = b"c:"
+
+_HEADER_FIELDS = 5
 
 ENTRIES_PER_COMMAND = 2000
 """Bound of one HSET of a whole plan: about 100 KB and a millisecond of Redis."""
@@ -51,9 +64,6 @@ READ_LENGTH: tuple[CommandPart, ...] = (b"HLEN", PLAN_KEY)
 VERSION_READ_INTERVAL_S = 1.0
 """How often a publisher reads the version of the plan stored at a server that it uses. This long after a change, every
 publisher has seen it, or sees it with its next message."""
-
-TEXT_MAX = 2000
-"""Characters of the id or the URL of a server in a header."""
 
 
 def read_entry(channel: bytes) -> tuple[bytes, ...]:
@@ -159,6 +169,7 @@ def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = No
     if VERSION_FIELD not in fields or HEADER_FIELD not in fields or not _believed(fields.get(RUN_FIELD), run_id):
         return None
     header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD], fields.get(COMPATIBILITY_FIELD))
+    administration = _administration(fields.get(ADMINISTRATION_FIELD))
     skip = len(_CHANNEL_PREFIX)
     entries: dict[bytes, Entry] = {}
     for name, value in fields.items():
@@ -170,7 +181,7 @@ def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = No
             if damaged is None:
                 raise
             damaged.append(name[skip:])
-    return replace(header, entries=MappingProxyType(entries))
+    return replace(header, entries=MappingProxyType(entries), administration=administration)
 
 
 def _entry_of(header: Plan, channel: bytes, value: bytes) -> Entry:
@@ -198,24 +209,28 @@ def is_absent(reply: Any) -> bool:
     return isinstance(reply, list) and all(part is None for part in cast("list[bytes | None]", reply))
 
 
-def write_delta(delta: PlanDelta) -> tuple[CommandPart, ...]:
-    """Return the one command that brings a stored plan from ``delta.base`` to ``delta.version``."""
+def write_delta(delta: PlanDelta, plan: Plan) -> tuple[CommandPart, ...]:
+    """Return the one command that brings a stored plan from ``delta.base`` to ``delta.version``, which ``plan`` is."""
     command: list[CommandPart] = [b"HSET", PLAN_KEY, VERSION_FIELD, b"%d" % delta.version]
+    if delta.servers is not None:
+        command += (HEADER_FIELD, _pack_header(plan))
     for channel, entry in delta.entries.items():
         command += (_CHANNEL_PREFIX + channel, pack_entry(entry))
     if delta.compatibility is not None:
         command += (COMPATIBILITY_FIELD, pack_compatibility(delta.compatibility))
+    if delta.administration is not None:
+        command += (ADMINISTRATION_FIELD, pack_administration(delta.administration))
     return tuple(command)
 
 
 def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]:
     """Return the commands, to be sent in order, that store a whole plan; readers see the old one until the last."""
     commands: list[tuple[CommandPart, ...]] = [(b"DEL", PLAN_KEY_NEW)]
-    servers = [[server.id, server.url] for server in plan.servers.values()]
-    header = pack([servers, plan.base, plan.virtual_nodes, SLOTS])
-    fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, header]
+    fields: list[CommandPart] = [VERSION_FIELD, b"%d" % plan.version, HEADER_FIELD, _pack_header(plan)]
     fields += (RUN_FIELD, (run_id or "").encode())
     fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility), RING_FIELD, plan.ring_mark)
+    if plan.administration.version:
+        fields += (ADMINISTRATION_FIELD, pack_administration(plan.administration))
     for channel, entry in plan.entries.items():
         fields += (_CHANNEL_PREFIX + channel, pack_entry(entry))
         if len(fields) >= 2 * ENTRIES_PER_COMMAND:
@@ -225,6 +240,15 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
         commands.append((b"HSET", PLAN_KEY_NEW, *fields))
     commands.append((b"RENAME", PLAN_KEY_NEW, PLAN_KEY))
     return commands
+
+
+def header_fields(plan: Plan) -> int:
+    """Return how many fields of a stored plan are no channel's."""
+    return _HEADER_FIELDS + bool(plan.administration.version)
+
+
+def _pack_header(plan: Plan) -> bytes:
+    return pack([servers_to_wire(plan.servers.values()), plan.base, plan.virtual_nodes, SLOTS])
 
 
 def _believed(run: bytes | None, run_id: str | None) -> bool:
@@ -242,18 +266,17 @@ def _unpacked_rules(packed: bytes) -> Compatibility:
     return compatibility_from_wire(unpack(packed))
 
 
+def _administration(packed: bytes | None) -> Administration:
+    return NO_ADMINISTRATION if packed is None else administration_from_wire(unpack(packed))
+
+
 def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
     listed, base, virtual_nodes, slots = read_array(unpack(header))[:4]
     if slots != SLOTS:
         raise MalformedMessage(f"the stored plan has {shortened(slots)} slots, not {SLOTS}: upgrade this software")
-    servers = [Server(_name(id_), _name(url)) for id_, url in map(read_array, read_array(listed))]
-    ring = tuple(map(_name, read_array(base)))
-    by_id = {server.id: server for server in servers}
+    ring = tuple(read_text(id_, TEXT_MAX) for id_ in read_array(base))
+    by_id = {server.id: server for server in servers_from_wire(listed)}
     return Plan(version, by_id, ring, virtual_nodes=read_natural(virtual_nodes), compatibility=_rules(rules))
-
-
-def _name(value: Any) -> str:
-    return read_text(value, TEXT_MAX)
 
 
 _Fields = tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]

@@ -145,6 +145,16 @@ def read_array(value: Any) -> list[Any]:
     return array
 
 
+def read_text_map(value: Any) -> dict[str, Any]:
+    """Check that a value is a map with text keys, and return a copy. Raises MalformedMessage."""
+    if not isinstance(value, dict):
+        raise MalformedMessage(f"a map expected, not {shortened(value)}")
+    mapping: dict[Any, Any] = {**value}
+    if not all(isinstance(key, str) for key in mapping):
+        raise MalformedMessage(f"a map with text keys expected, not {shortened(value)}")
+    return mapping
+
+
 SHORT_MAX = 200
 """Characters of a hostile value in an error text."""
 

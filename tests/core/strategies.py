@@ -87,7 +87,14 @@ admin_values = st.recursive(
     max_leaves=6,
 )
 admin_mappings = st.dictionaries(st.text(max_size=5), admin_values, max_size=3)
-deltas = st.builds(PlanDelta, epochs, epochs, st.dictionaries(channels, entries(), max_size=3))
+server_lists = st.lists(st.sampled_from(SERVERS), unique=True, max_size=4).map(tuple)
+deltas = st.builds(
+    PlanDelta,
+    epochs,
+    epochs,
+    st.dictionaries(channels, entries(), max_size=3),
+    servers=st.none() | server_lists,
+)
 channel_tuples = st.lists(channels, max_size=4).map(tuple)
 
 MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {

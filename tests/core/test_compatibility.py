@@ -97,7 +97,7 @@ def test_a_change_of_rules_is_a_delta_that_keeps_the_entries() -> None:
     assert after.compatibility.version == after.version == 1
     delta = before.diff(after)
     assert before.apply(delta) == after
-    assert stored_plan.write_delta(delta)[-2:] == (b"@compatibility", pack_compatibility(after.compatibility))
+    assert stored_plan.write_delta(delta, after)[-2:] == (b"@compatibility", pack_compatibility(after.compatibility))
     assert before.diff(before.with_entries({})).compatibility is None
 
 

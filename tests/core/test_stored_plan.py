@@ -76,7 +76,7 @@ def test_deltas_bring_a_stored_plan_to_the_newer_version(data: st.DataObject) ->
     older = data.draw(plans())
     newer = data.draw(plans(older))
     redis = holding(older)
-    redis.execute([stored_plan.write_delta(older.diff(newer))])
+    redis.execute([stored_plan.write_delta(older.diff(newer), newer)])
     assert redis.whole(RUN) == newer
 
 

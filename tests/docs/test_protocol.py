@@ -233,7 +233,8 @@ def test_reading_commands() -> None:
 def test_fields_of_the_hash() -> None:
     documented = {row[0].strip("`").encode() for row in table("field | value")}
     entry = Entry(Route(1, single("s1")), Phase.SETTLED)
-    written = hash_of(PLAN_0.with_entries({b"CHANNEL": entry, slot_name(7): entry}, 1), "run")
+    plan = PLAN_0.with_entries({b"CHANNEL": entry, slot_name(7): entry}, 1)
+    written = hash_of(plan.administered(plan.administration), "run")
     assert documented == {name.replace(b"slot:0007", b"slot:NNNN") for name in written}
 
 
@@ -254,7 +255,10 @@ def fields_of(message: control.ControlMessage) -> list[Any]:
         case control.Announcement(client, number, joined, left, leaving):
             return [client, number, [*joined], [*left], [*leaving]]
         case control.PlanChange(delta):
-            return [[delta.base, delta.version, [[name, entry_of(entry)] for name, entry in delta.entries.items()]]]
+            change = [delta.base, delta.version, [[name, entry_of(entry)] for name, entry in delta.entries.items()]]
+            if delta.servers is not None:
+                change += [None, [[server.id, server.url] for server in delta.servers]]
+            return [change]
         case control.PlanQuery(version) | control.RulesChanged(version):
             return [version]
         case control.PlanAck(server, incarnation, version):

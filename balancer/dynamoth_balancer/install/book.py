@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dynamoth.machine.events import CommandPart
-from dynamoth.plan.compatibility import Compatibility
 from dynamoth.plan.plan import Assignment, Entry, Mode, Plan, PlanDelta
 from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.control import PlanChange, pack_control
-from dynamoth.protocol.stored_plan import write_delta
+from dynamoth.protocol.stored_plan import header_fields, write_delta
 
 HISTORY_MAX = 64
 """A server that is more versions behind gets the whole plan instead of a change."""
@@ -37,8 +36,8 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class _Step:
     delta: PlanDelta
-    #: How many of its channels are new in the plan.
-    new_channels: int
+    #: How many fields it adds to a correct copy.
+    new_fields: int
 
 
 class PlanIndex:
@@ -117,12 +116,11 @@ class PlanBook:
         return version in self._known or self._first <= version <= self.plan.version
 
     def advance(self, plan: Plan, channels: Iterable[bytes]) -> None:
-        """Begin the next version, in which only the entries of ``channels`` are new, and perhaps the rules."""
-        changed = {channel: plan.entries[channel] for channel in channels}
+        """Begin the next version, in which only the entries of ``channels`` are new, and perhaps what is no entry."""
         old, self.plan = self.plan, plan
-        new_channels = sum(channel not in old.entries for channel in changed)
-        rules = plan.compatibility if plan.compatibility != old.compatibility else None
-        self._steps.append(_Step(PlanDelta(old.version, plan.version, changed, rules), new_channels))
+        delta = old.diff(plan, channels)
+        new_channels = sum(channel not in old.entries for channel in delta.entries)
+        self._steps.append(_Step(delta, new_channels + header_fields(plan) - header_fields(old)))
         self._changes.clear()
 
     def take_in(self, stranger: Plan, version: int) -> dict[bytes, Entry]:
@@ -138,9 +136,13 @@ class PlanBook:
         mine = self.plan.entries
         newer = {channel: entry for channel, entry in stranger.entries.items() if entry.newer_than(mine.get(channel))}
         newer_rules = stranger.compatibility.version > self.plan.compatibility.version
-        if newer or newer_rules or stranger.version >= self.plan.version:
+        newer_administration = stranger.administration.version > self.plan.administration.version
+        if newer or newer_rules or newer_administration or stranger.version >= self.plan.version:
             plan = self.plan.with_entries(newer, version)
-            self.advance(plan.following(stranger.compatibility) if newer_rules else plan, newer)
+            plan = plan.following(stranger.compatibility) if newer_rules else plan
+            if newer_administration:
+                plan = plan.listing(plan.servers.values(), stranger.administration)
+            self.advance(plan, newer)
         self._known.add(stranger.version)
         return newer
 
@@ -151,20 +153,15 @@ class PlanBook:
         return self._changes[version]
 
     def _change_from(self, version: int) -> Change | None:
-        entries: dict[bytes, Entry] = {}
-        rules: Compatibility | None = None
-        new_channels = 0
-        at = version
+        delta = PlanDelta(version, version, {})
+        new_fields = 0
         for step in self._steps:
-            if step.delta.base == at:
-                entries.update(step.delta.entries)
-                rules = rules if step.delta.compatibility is None else step.delta.compatibility
-                new_channels += step.new_channels
-                at = step.delta.version
-        if at != self.plan.version or at == version or len(entries) > DELTA_ENTRIES_MAX:
+            if step.delta.base == delta.version:
+                delta = delta.then(step.delta)
+                new_fields += step.new_fields
+        if delta.version != self.plan.version or delta.version == version or len(delta.entries) > DELTA_ENTRIES_MAX:
             return None
-        delta = PlanDelta(version, at, entries, rules)
-        return Change(delta, write_delta(delta), new_channels, pack_control(PlanChange(delta)))
+        return Change(delta, write_delta(delta, self.plan), new_fields, pack_control(PlanChange(delta)))
 
 
 def same_content(one: Plan, other: Plan) -> bool:
@@ -173,6 +170,7 @@ def same_content(one: Plan, other: Plan) -> bool:
         one.base == other.base
         and one.virtual_nodes == other.virtual_nodes
         and one.compatibility == other.compatibility
+        and one.administration == other.administration
         and dict(one.servers) == dict(other.servers)
         and dict(one.entries) == dict(other.entries)
     )

@@ -29,12 +29,12 @@ from dynamoth.plan.plan import Entry, Plan
 from dynamoth.protocol.control import PlanQuery, pack_control
 from dynamoth.protocol.stored_plan import (
     ENTRIES_PER_COMMAND,
-    HEADER_FIELDS,
     READ_HEADER,
     READ_LENGTH,
     READ_VERSION,
     READ_WHOLE,
     StoredHeader,
+    header_fields,
     parse_entries,
     parse_header,
     parse_whole,
@@ -275,8 +275,9 @@ class PlanCopy:
     def _on_length(self, value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         assert self._audited is not None, "only an audit sends this"
         entries = len(self._audited.entries)
-        if value != entries + HEADER_FIELDS:
-            return self._repair({"fields": value, "expected": entries + HEADER_FIELDS}, book)
+        expected = entries + header_fields(self._audited)
+        if value != expected:
+            return self._repair({"fields": value, "expected": expected}, book)
         if not entries:
             return self.sync(book, now)
         self._audit_from %= entries

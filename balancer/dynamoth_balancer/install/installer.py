@@ -38,7 +38,6 @@ from dynamoth_balancer.install.recovery import (
     Copy,
     is_of_another_cluster,
     same_ring,
-    servers_in_use,
     version_after,
     why_not_ours,
 )
@@ -89,7 +88,7 @@ class Installer:
             server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s, self.counters)
             for server in servers
         }
-        unused = {server.id for server in servers} - servers_in_use(book.plan)
+        unused = {server.id for server in servers} - book.plan.servers_in_use
         #: Until when servers without channels get none: clients with patterns may not listen there yet.
         self._joining = dict.fromkeys(unused, now + options.join_s)
         #: The channels in transition; written only here.

@@ -86,7 +86,8 @@ def recover(
     version = version_after(newest.version)
     by_id = {server.id: server for server in configured}
     compatibility = max((copy.plan.compatibility for copy in usable), key=lambda rules: rules.version)
-    plan = Plan(version, by_id, newest.base, entries, newest.virtual_nodes, compatibility)
+    administration = max((copy.plan.administration for copy in usable), key=lambda decided: decided.version)
+    plan = Plan(version, by_id, newest.base, entries, newest.virtual_nodes, compatibility, administration)
     return plan, usable, [*conflicts, *left_out]
 
 
@@ -112,7 +113,7 @@ def _without_strange_servers(configured: Sequence[Server], copies: list[Copy]) -
     not use are left out of it.
     """
     known = {server.id for server in configured}
-    strange = {id(copy): sorted(servers_in_use(copy.plan) - known) for copy in copies}
+    strange = {id(copy): sorted(copy.plan.servers_in_use - known) for copy in copies}
     usable = [copy for copy in copies if not strange[id(copy)]]
     if not usable:
         raise ConfigError(
@@ -143,7 +144,7 @@ def why_not_ours(configured: Sequence[Server], plan: Plan, found: Plan) -> str |
     known = {server.id for server in configured}
     if not same_ring(found, plan):
         return f"its ring is over {some_of(found.base)}, ours over {some_of(plan.base)}"
-    if strange := sorted(servers_in_use(found) - known):
+    if strange := sorted(found.servers_in_use - known):
         return f"its channels are at servers that are not configured: {some_of(strange)}"
     if is_used_up(found.version):
         return f"it has the impossible version {found.version}"
@@ -156,16 +157,6 @@ def is_of_another_cluster(found: Copy, plan: Plan) -> bool:
     Then our list of servers is probably wrong, and the copy is not ours to overwrite.
     """
     return not (set(found.plan.base) - {found.server}) & set(plan.base)
-
-
-def servers_in_use(plan: Plan) -> set[str]:
-    """Return the servers that may have channels: those of rules, of entries, and of slots that never moved."""
-    assignments = {route.assignment for entry in plan.entries.values() for route in (entry.route, *entry.previous)}
-    return {
-        *(server for server, slots in plan.ring.slots.items() if not slots <= plan.entries.keys()),
-        *plan.compatibility.servers,
-        *(server for assignment in assignments for server in assignment.servers),
-    }
 
 
 def same_ring(one: Plan, other: Plan) -> bool:
