@@ -245,6 +245,7 @@ class DispatcherMachine:
                 listened, vacated = self.transitions.on_list(slots, event.value, now)
                 return [*self._notify_listeners(listened), *self._report_vacated(vacated)]
             case (tag, slots) if tag == TAG_SLOT_LISTENERS:
+                assert self.plan is not None, "it is never given up"
                 return self._notices.report_loss(slots, event.value, self.plan)
             case (tag,) if tag == TAG_LISTENERS:
                 assert self.plan is not None, "it is never given up"

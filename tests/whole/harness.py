@@ -60,7 +60,7 @@ def stored_entry(cluster: LocalCluster, server: str, channel: bytes) -> Entry | 
     """Return what the plan stored at a server says of a channel; None when it does not name it, or there is none."""
     [reply] = cluster.ask(server, read_entry(channel))
     stored = parse_entry(reply, None)
-    return None if stored is None else stored.entry
+    return None if stored is None else stored.own
 
 
 def until_phase(cluster: LocalCluster, channels: Iterable[bytes], phase: Phase, at: str) -> None:

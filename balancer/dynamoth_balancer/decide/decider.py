@@ -195,7 +195,7 @@ class Decider:
         rates = dict.fromkeys(slots, rest)
         for channel, rate in self._model.channel_rates(server).items():
             slot = slot_above(channel)
-            if slot in rates and slot is not None:
+            if slot in rates:
                 rates[slot] += rate
         return [ChannelRate(rate, slot) for slot, rate in rates.items()]
 
@@ -205,7 +205,7 @@ class Decider:
         entries, slot_above = installer.plan.entries, installer.plan.slot_above
         for server in {entries[slot].previous[-1].assignment.servers[0] for slot in members}:
             for channel in self._model.channel_rates(server):
-                if (slot := slot_above(channel)) in members and slot is not None:
+                if (slot := slot_above(channel)) in members:
                     members[slot].append(channel)
         return members
 

@@ -62,6 +62,16 @@ class PlanIndex:
         self.slots_named_at = {server: set(homes.get(server, ())) for server in self.named_at}
         self.update(plan.entries)
 
+    def add(self, server: str) -> None:
+        """Begin with a new server, which has nothing."""
+        self.slots_at.setdefault(server, set())
+
+    def remove(self, server: str) -> None:
+        """Forget a server that has nothing left."""
+        assert not self.slots_at.pop(server), f"{server} has slots"
+        self.named_at.pop(server, None)
+        self.slots_named_at.pop(server, None)
+
     def update(self, changed: Mapping[bytes, Entry]) -> None:
         """Take the new entries of some channels in."""
         for channel, entry in changed.items():

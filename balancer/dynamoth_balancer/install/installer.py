@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dynamoth.errors import ConfigError, RequestRefused
+from dynamoth.errors import ConfigError, PlanError, RequestRefused
 from dynamoth.machine.events import Send
 from dynamoth.names import AGENT_CHANNEL, in_quotes
+from dynamoth.plan.administration import Administration
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Phase, Plan, Server
 from dynamoth.protocol.control import PlanQuery, Vacated, pack_control
@@ -84,10 +85,8 @@ class Installer:
         self._agents = agents
         self._options = options
         self.counters: Counter[str] = Counter()
-        self._copies = {
-            server.id: PlanCopy(server.id, term, options.retry_s, options.verify_interval_s, self.counters)
-            for server in servers
-        }
+        self._term = term
+        self._copies = {server.id: self._new_copy(server.id) for server in servers}
         unused = {server.id for server in servers} - book.plan.servers_in_use
         #: Until when servers without channels get none: clients with patterns may not listen there yet.
         self._joining = dict.fromkeys(unused, now + options.join_s)
@@ -139,13 +138,16 @@ class Installer:
                 f"{len(self.transitions)} channels are in transition, and at most"
                 f" {self._options.transitions_max} may be; wait until some have settled"
             )
-        if self.plan.version > EPOCH_MAX - VERSIONS_IN_RESERVE:
-            raise RequestRefused("the versions of the plan are used up; stop all clients and delete the stored plans")
+        self._check_versions()
         jumped = self._jump()
         plan = self.plan.begin(assignments)
         for channel in assignments:
             self.transitions[channel] = Transition(plan.entries[channel], plan.version, now)
         return [*jumped, *self._changed(plan, assignments, reason, now)]
+
+    def _check_versions(self) -> None:
+        if self.plan.version > EPOCH_MAX - VERSIONS_IN_RESERVE:
+            raise RequestRefused("the versions of the plan are used up; stop all clients and delete the stored plans")
 
     def change_rules(self, rules: tuple[CompatibilityRule, ...], reason: str, now: float) -> list[InnerAction]:
         """Put other compatibility rules into force, by which no channel moves.
@@ -160,6 +162,45 @@ class Installer:
         self._rules_changed_at = now
         jumped = self._jump()
         return [*jumped, *self._changed(self.plan.with_compatibility(rules), (), reason, now)]
+
+    def administer(
+        self, administration: Administration, servers: Iterable[Server] | None, reason: str, now: float
+    ) -> list[InnerAction]:
+        """Put what administrators have decided into the plan, and with ``servers`` another list of servers, too.
+
+        The next version of the plan is that of the administration. Transitions go on.
+
+        Raises:
+            RequestRefused: the plan uses a server that is not listed any more, administration and servers do not fit
+            each other, or there is no version left.
+
+        """
+        self._check_versions()
+        try:
+            self.plan.administered(administration, servers)
+        except PlanError as error:
+            raise RequestRefused(str(error)) from error
+        jumped = self._jump()
+        plan = self.plan.administered(administration, servers)
+        self._follow_list(plan, now)
+        return [*jumped, *self._changed(plan, (), reason, now)]
+
+    def _follow_list(self, plan: Plan, now: float) -> None:
+        """Begin a copy at each new server of a plan, and end those at servers that have left."""
+        for server in plan.servers.keys() - self._copies.keys():
+            self._copies[server] = self._new_copy(server)
+            self._joining[server] = now + self._options.join_s
+            self.index.add(server)
+        for server in self._copies.keys() - plan.servers.keys():
+            del self._copies[server]
+            self._joining.pop(server, None)
+            self.versions_refused.pop(server, None)
+            self.index.remove(server)
+        self._servers = list(plan.servers.values())
+
+    def _new_copy(self, server: str) -> PlanCopy:
+        options = self._options
+        return PlanCopy(server, self._term, options.retry_s, options.verify_interval_s, self.counters)
 
     def _check_rest(self, new: Compatibility, now: float) -> None:
         """Refuse plain rules for channels that moved lately: numbered messages may be on their way, or held back."""
