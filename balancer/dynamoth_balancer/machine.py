@@ -119,7 +119,9 @@ class BalancerMachine:
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + self.options.lease_renew_s
         self._contention = Contention(self._lease, ids, self._down_reasons, patience_s, standby=self.options.standby)
-        self._model = ClusterModel(ids, self.options.averaging_s, self.options.interruptions_window_s)
+        self._model = ClusterModel(
+            ids, self.options.averaging_s, self.options.interruptions_window_s, self.options.bounds
+        )
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)

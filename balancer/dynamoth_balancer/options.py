@@ -10,6 +10,7 @@ from dynamoth.plan.plan import JOIN_S
 from dynamoth.plan.ring import VIRTUAL_NODES
 from dynamoth.settings.declare import check_ranges, setting
 from dynamoth.settings.sections import PlanningSettings
+from dynamoth_balancer.decide.resources import Bounds
 
 INTERRUPTIONS_WINDOW_S = 30.0
 
@@ -91,6 +92,13 @@ class BalancerOptions(PlanningSettings):
         check_ranges(self)
         if self.lease_s < 3 * self.lease_renew_s:
             raise ConfigError(f"lease_s must be at least {3 * self.lease_renew_s:g} (s), not {self.lease_s:g}")
+
+    @property
+    def bounds(self) -> Bounds:
+        """What counts as all of each resource."""
+        return Bounds(
+            cpu_ratio_max=self.cpu_ratio_max, memory_bytes_max=self.memory_bytes_max, full_ratio=self.full_ratio
+        )
 
     @property
     def accept_ratio(self) -> float:

@@ -122,7 +122,8 @@ class AgentSettings(ReportSettings, HttpSettings):
 class PlanningSettings:
     """Settings of the balancer's machine: thresholds and times of its decisions.
 
-    A load ratio is load over capacity (Dynamoth, eq. 1). ``load_ratio_high``, ``load_ratio_safe`` and ``wait_s`` have
+    A load ratio is load over capacity (Dynamoth, eq. 1): of outgoing bytes or of CPU, whichever is tighter.
+    ``load_ratio_high``, ``load_ratio_safe`` and ``wait_s`` have
     the values of that paper's own code. The paper does not give the thresholds of its Algorithm 1.
     """
 
@@ -132,6 +133,18 @@ class PlanningSettings:
     )
     wait_s: float = setting(20.0, "the balancer waits this long between two plans of its own", unit="s", minimum=0)
     averaging_s: float = setting(10.0, "loads are averaged over this time", unit="s", above=0)
+    cpu_ratio_max: float = setting(
+        1.0,
+        "the CPU of a Redis process that counts as load ratio 1, in cores: it executes commands in one thread; 0: CPU"
+        " does not count",
+        minimum=0,
+    )
+    memory_bytes_max: int = setting(
+        0, "what counts as all memory of a server without maxmemory; 0: none", unit="bytes", minimum=0
+    )
+    full_ratio: float = setting(
+        0.9, "a server that uses more of its connections (maxclients) or its memory than this gets no channels", above=0
+    )
     channel_rest_s: float = setting(
         30.0, "the balancer does not move a channel again for this time after a move", unit="s", minimum=0
     )

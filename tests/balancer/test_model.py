@@ -37,7 +37,7 @@ def test_load_ratios_are_averaged() -> None:
         if second == 15:
             assert ratio(model, "s1", 15.0) == 0.3
     assert ratio(model, "s1", 20.0) == 0.4
-    assert {channel: rate for rate, channel in model.channels("s1")} == {b"a": pytest.approx(300)}
+    assert {load.channel: load.outgoing_bytes_per_s for load in model.channels("s1")} == {b"a": pytest.approx(300)}
     assert model.load("s1", 40.0) is None, "silent agents are no idle servers"
 
 
@@ -52,7 +52,9 @@ def test_channels_that_come_and_go_are_averaged_over_the_whole_time() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
     for second in range(10):
         model.report(report("s1", {b"a": 100} if second % 2 else {b"b": 100}), float(second))
-    assert {channel: rate for rate, channel in model.channels("s1")} == pytest.approx({b"a": 50, b"b": 50})
+    assert {load.channel: load.outgoing_bytes_per_s for load in model.channels("s1")} == pytest.approx(
+        {b"a": 50, b"b": 50}
+    )
 
 
 def test_load_on_its_way_counts_at_the_new_server_and_forwarded_copies_do_not() -> None:
@@ -169,7 +171,7 @@ def test_figures_of_a_channel_are_the_same_in_every_mode(mode: Mode) -> None:
     assert figures.assignment == assignment
     assert figures.publications_per_s == pytest.approx(1000, abs=2)
     assert (figures.publishers, figures.subscribers) == (30, 90)
-    assert figures.outgoing_bytes_per_s_total == pytest.approx(900, abs=2)
+    assert figures.total.outgoing_bytes_per_s == pytest.approx(900, abs=2)
     assert set(figures.outgoing_bytes_per_s) == set(assignment.servers)
 
 
@@ -217,11 +219,11 @@ def test_the_busiest_channels_of_the_latest_report_are_found() -> None:
     model = ClusterModel(["s1", "s2"], averaging_s=10.0)
     model.report(report("s1", {b"gone": 900}), 1.0)
     model.report(report("s1", {b"a": 300, b"b": 500, b"c": 299}), 2.0)
-    assert model.busy("s1", 300.0) == [b"b", b"a"]
-    assert model.busy("s2", 0.0) == []
+    assert model.busy("s1", 300.0, 1.0) == [b"b", b"a"]
+    assert model.busy("s2", 0.0, 1.0) == []
     many = {b"%d" % number: 5 for number in range(3 * BUSY_MAX)}
     model.report(report("s2", many), 2.0)
-    assert len(model.busy("s2", 0.0)) == BUSY_MAX
+    assert len(model.busy("s2", 0.0, 1.0)) == BUSY_MAX
 
 
 def test_load_that_is_being_spread_counts_at_all_replicas() -> None:

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth.plan.slots import is_slot
+from dynamoth_balancer.decide.resources import Load, Resource
 from dynamoth_balancer.options import BalancerOptions
 
 
@@ -45,8 +46,8 @@ class Move:
     reason: str
     #: Load ratios of all old and new servers.
     ratios: Mapping[str, Ratios]
-    #: The change of outgoing bytes/s of each of these servers.
-    loads: Mapping[str, float]
+    #: The change of the load of each of these servers.
+    loads: Mapping[str, Load]
     #: The name of the goal that proposed it.
     goal: str = ""
 
@@ -98,10 +99,17 @@ class Decision:
 
 
 class ChannelRate(NamedTuple):
-    """The outgoing bytes/s that a channel causes at its server; sorts by them."""
+    """The load that a channel causes at its server; sorts by its outgoing bytes/s."""
 
     outgoing_bytes_per_s: float
     channel: bytes
+    #: As in :class:`Load`.
+    cpu_ratio: float = 0.0
+
+    @property
+    def load(self) -> Load:
+        """What the channel takes of its server."""
+        return Load(self.outgoing_bytes_per_s, self.cpu_ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +128,17 @@ class ChannelFigures:
     outgoing_bytes_per_s: Mapping[str, float]
     #: Replicas that are back after being dead longer than ``replica_dead_s``: the channel should leave them.
     unwanted: frozenset[str] = frozenset()
+    #: As in :class:`Load`, by server of the assignment.
+    cpu_ratio: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
-    def outgoing_bytes_per_s_total(self) -> float:
-        """The sum over all servers: the same in every mode."""
-        return sum(self.outgoing_bytes_per_s.values())
+    def total(self) -> Load:
+        """The sum over all servers: nearly the same in every mode (each replica needs CPU for the publications)."""
+        return Load(sum(self.outgoing_bytes_per_s.values()), sum(self.cpu_ratio.values()))
+
+    def load_at(self, server: str) -> Load:
+        """Return the load at one server."""
+        return Load(self.outgoing_bytes_per_s.get(server, 0.0), self.cpu_ratio.get(server, 0.0))
 
 
 @dataclass(slots=True)
@@ -135,15 +149,38 @@ class ServerLoad:
     outgoing_bytes_per_s: float
     #: More than 0.
     outgoing_bytes_per_s_max: float
+    #: As in :class:`Load`; 0 where it is not known or does not count.
+    cpu_ratio: float = 0.0
 
     @property
-    def load_ratio(self) -> float:
+    def outgoing_ratio(self) -> float:
         """LR_i of eq. 1."""
         return self.outgoing_bytes_per_s / self.outgoing_bytes_per_s_max
 
-    def load_ratio_with(self, outgoing_bytes_per_s: float) -> float:
+    @property
+    def load_ratio(self) -> float:
+        """The part used of the tighter one of the resources that moves relieve; may exceed 1."""
+        return max(self.outgoing_ratio, self.cpu_ratio)
+
+    @property
+    def resource(self) -> Resource:
+        """The tighter one of the resources that moves relieve."""
+        return Resource.CPU if self.cpu_ratio > self.outgoing_ratio else Resource.OUTGOING
+
+    def share(self, load: Load) -> float:
+        """Return the part of ``load_ratio`` that is this load: what it takes of the tighter resource."""
+        by_cpu = self.resource is Resource.CPU
+        return load.cpu_ratio if by_cpu else load.outgoing_bytes_per_s / self.outgoing_bytes_per_s_max
+
+    def load_ratio_with(self, load: Load) -> float:
         """Return the load ratio after adding this load; it may be negative."""
-        return max(0.0, self.outgoing_bytes_per_s + outgoing_bytes_per_s) / self.outgoing_bytes_per_s_max
+        outgoing = max(0.0, self.outgoing_bytes_per_s + load.outgoing_bytes_per_s) / self.outgoing_bytes_per_s_max
+        return max(outgoing, self.cpu_ratio + load.cpu_ratio)
+
+    def add(self, load: Load) -> None:
+        """Add a load; it may be negative."""
+        self.outgoing_bytes_per_s = max(0.0, self.outgoing_bytes_per_s + load.outgoing_bytes_per_s)
+        self.cpu_ratio = max(0.0, self.cpu_ratio + load.cpu_ratio)
 
 
 @dataclass(slots=True)
@@ -157,7 +194,8 @@ class Cluster:
     a server's load. ``dead`` maps each server that has been away for long to the replicated channels with a replica
     there. ``draining`` maps each server that is being drained to its channels; no move puts a channel there, or leaves
     one of its replicas there. ``blind`` has the servers whose agents do not see what is published: they count as
-    overloaded, and no move puts a channel there. ``slots`` has the slots of each server, with the load of each.
+    overloaded, and no move puts a channel there. ``full`` has the servers that are nearly out of connections or memory,
+    and of what: no move puts a channel there. ``slots`` has the slots of each server, with the load of each.
     """
 
     servers: dict[str, ServerLoad]
@@ -169,6 +207,7 @@ class Cluster:
     draining: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     blind: Set[str] = frozenset()
     slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
+    full: Mapping[str, str] = field(default_factory=dict[str, str])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     #: How many channels, and how many slots, these moves take away from each server, and bring to it.
@@ -180,11 +219,11 @@ class Cluster:
 
     def move(self, load: ChannelRate, source: ServerLoad, target: ServerLoad, reason: str) -> Move:
         """Return a move from one server to another; it does not change this copy."""
-        loads = {source.id: -load.outgoing_bytes_per_s, target.id: load.outgoing_bytes_per_s}
+        loads = {source.id: -load.load, target.id: load.load}
         return self.change(load.channel, single(source.id), single(target.id), loads, reason)
 
     def change(
-        self, channel: bytes, before: Assignment, after: Assignment, loads: Mapping[str, float], reason: str
+        self, channel: bytes, before: Assignment, after: Assignment, loads: Mapping[str, Load], reason: str
     ) -> Move:
         """Return a move between any two assignments; it does not change this copy."""
         ratios = {
@@ -198,8 +237,7 @@ class Cluster:
         if not self._admits(move):
             return False
         for name, load in move.loads.items():
-            server = self.servers[name]
-            server.outgoing_bytes_per_s = max(0.0, server.outgoing_bytes_per_s + load)
+            self.servers[name].add(load)
         self.moves[move.channel] = move
         away, here = (self._slots_away, self._slots_here) if is_slot(move.channel) else (self._away, self._here)
         away.update(move.left)
@@ -211,7 +249,7 @@ class Cluster:
             move.channel not in self.moves
             and self._has_place(move)
             and self.draining.keys().isdisjoint(move.after.servers)
-            and self.blind.isdisjoint(move.joined)
+            and self._closed.isdisjoint(move.joined)
             and (move.replicates or self.movable(move.channel, move.source))
             and all(permits(self, move) for permits in self._guards)
         )
@@ -227,16 +265,31 @@ class Cluster:
     @property
     def targets(self) -> list[ServerLoad]:
         """The servers that may get channels."""
-        closed = self.draining.keys() | self.blind
+        closed = self.draining.keys() | self._closed
         return [server for server in self.servers.values() if server.id not in closed]
 
-    def roomiest(self, besides: str) -> ServerLoad | None:
-        """Return the server with most room, in bytes/s below the accepted load ratio; None when none takes channels."""
-        open_servers = [each for each in self.targets if each.id != besides and not self.has_taken(each.id)]
-        return min(open_servers, key=lambda each: (-self._room(each), each.id), default=None)
+    @property
+    def _closed(self) -> Set[str]:
+        """The servers that keep what they have, and to which no channel comes."""
+        return self.blind | self.full.keys()
 
-    def _room(self, server: ServerLoad) -> float:
-        return self.options.accept_ratio * server.outgoing_bytes_per_s_max - server.outgoing_bytes_per_s
+    def candidates(self, present: Iterable[str]) -> list[ServerLoad]:
+        """Return the servers that may have a channel which is at ``present`` now: full ones keep theirs."""
+        kept = {server for server in present if server in self.full and server not in self.draining}
+        return [*self.targets, *(self.servers[server] for server in sorted(kept & self.servers.keys() - self.blind))]
+
+    def roomiest(self, besides: str) -> ServerLoad | None:
+        """Return the server with most room for channels of ``besides``; None when none takes channels.
+
+        Room is what is left below the accepted load ratio: in bytes/s, or of the CPU if ``besides`` is short of that.
+        """
+        by_cpu = self.servers[besides].resource is Resource.CPU
+        open_servers = [each for each in self.targets if each.id != besides and not self.has_taken(each.id)]
+        return min(open_servers, key=lambda each: (-self._room(each, by_cpu=by_cpu), each.id), default=None)
+
+    def _room(self, server: ServerLoad, *, by_cpu: bool) -> float:
+        ratio = self.options.accept_ratio - server.load_ratio
+        return ratio if by_cpu else ratio * server.outgoing_bytes_per_s_max
 
     def slots_with(self, server: str) -> int:
         """Return how many slots a server has after the moves of this plan."""
@@ -246,6 +299,8 @@ class Cluster:
     def more_servers(self) -> str:
         """Advice, in words, for a cluster with too few servers."""
         text = "add servers, or see why their agents are down"
+        if self.full:
+            text += "".join(f", or relieve {server}, which uses {why}" for server, why in sorted(self.full.items()))
         return f"{text}, or end the draining of {', '.join(sorted(self.draining))}" if self.draining else text
 
     @property
@@ -270,7 +325,7 @@ class Cluster:
             coming = sum(server in move.joined for move in moves)
             assert max(leaving, coming) <= options.moves_per_server_max, f"{server}: {leaving} leave, {coming} come"
         for move in self.moves.values():
-            closed = self.draining.keys() & set(move.after.servers) | self.blind & move.joined
+            closed = self.draining.keys() & set(move.after.servers) | self._closed & move.joined
             assert not closed, f"{move.channel!r} comes to {sorted(closed)}, which take no channels"
             assert move.before != move.after, f"{move.channel!r} is moved to where it is"
 
@@ -305,6 +360,8 @@ def decide(goals: Iterable[Goal], cluster: Cluster) -> Decision:
     return Decision(tuple(moves), tuple(cluster.findings))
 
 
-def busiest_first(loads: Iterable[ChannelRate]) -> list[ChannelRate]:
-    """Return loads in descending order."""
+def busiest_first(loads: Iterable[ChannelRate], server: ServerLoad | None = None) -> list[ChannelRate]:
+    """Return loads in descending order: of outgoing bytes/s, or of the tighter resource of ``server``."""
+    if server is not None and server.resource is Resource.CPU:
+        return sorted(loads, key=lambda load: (-load.cpu_ratio, -load.outgoing_bytes_per_s, load.channel))
     return sorted(loads, key=lambda load: (-load.outgoing_bytes_per_s, load.channel))

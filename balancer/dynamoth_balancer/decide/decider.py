@@ -160,7 +160,8 @@ class Decider:
         dead = self._dead_replicas(installer, now)
         draining = {server: self._left_at(server, installer) for server in options.draining}
         slots = {server: self._slot_rates(server, installer) for server in loads}
-        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots)
+        full = {server: why for server in loads if (why := self._model.why_full(server))}
+        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
 
     def _awaits_reports(self, installer: Installer, now: float) -> bool:
         """Return whether a server that can take part is not measured yet, as it or its agent has just begun."""
@@ -182,22 +183,21 @@ class Decider:
 
     def _left_at(self, server: str, installer: Installer) -> list[ChannelRate]:
         """Return the channels and slots at a server being drained, also those on their way from there."""
-        rates = self._model.channel_rates(server)
-        rates.update((load.channel, load.outgoing_bytes_per_s) for load in self._slot_rates(server, installer))
+        rates = {load.channel: load for load in (*self._model.channels(server), *self._slot_rates(server, installer))}
         names = (*installer.index.named_at[server], *installer.index.slots_named_at[server])
-        return [ChannelRate(rates.get(name, 0.0), name) for name in names]
+        return [rates.get(name, ChannelRate(0.0, name)) for name in names]
 
     def _slot_rates(self, server: str, installer: Installer) -> list[ChannelRate]:
         """Return the slots of a server with their load: of channels in reports, and a share of all others."""
         slots, slot_above = installer.index.slots_at[server], installer.plan.slot_above
-        latest = self._model.latest(server)
-        rest = 0.0 if latest is None or not slots else latest.rest.bytes_out / latest.interval_s / len(slots)
-        rates = dict.fromkeys(slots, rest)
-        for channel, rate in self._model.channel_rates(server).items():
-            slot = slot_above(channel)
+        rest = self._model.unnamed(server) / max(1, len(slots))
+        rates, cpu = dict.fromkeys(slots, rest.outgoing_bytes_per_s), dict.fromkeys(slots, rest.cpu_ratio)
+        for load in self._model.channels(server):
+            slot = slot_above(load.channel)
             if slot in rates:
-                rates[slot] += rate
-        return [ChannelRate(rate, slot) for slot, rate in rates.items()]
+                rates[slot] += load.outgoing_bytes_per_s
+                cpu[slot] += load.cpu_ratio
+        return [ChannelRate(rate, slot, cpu[slot]) for slot, rate in rates.items()]
 
     def members(self, slots: Iterable[bytes], installer: Installer) -> dict[bytes, list[bytes]]:
         """Return the channels of slots in transition that reports of their old servers name."""
@@ -256,11 +256,11 @@ class Decider:
             return []
         plan = installer.plan
         capacity = max(load.outgoing_bytes_per_s_max for load in loads.values())
-        least = min(self._options.replicate_load_ratio_min, self._options.load_ratio_high) * capacity
+        least = min(self._options.replicate_load_ratio_min, self._options.load_ratio_high)
         return [
             channel
             for server in loads
-            for channel in self._model.busy(server, least)
+            for channel in self._model.busy(server, least * capacity, least)
             if plan.entry(channel).route.assignment == single(server) and not plan.compatibility.is_plain(channel)
         ]
 

@@ -50,7 +50,7 @@ class Drain:
 
     def _channels(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
         moves: list[Move] = []
-        for load in busiest_first(cluster.draining[source.id]):
+        for load in busiest_first(cluster.draining[source.id], source):
             if is_slot(load.channel):
                 continue
             target = cluster.roomiest(source.id)

@@ -3,6 +3,8 @@
 Theory of operation
 -------------------
 Per server the model keeps the samples of the last ``averaging_s`` (one per report) and averages over them on request.
+A load is outgoing bytes and CPU; ``resources`` says how the CPU of a channel is estimated. Connections and memory are
+those of the latest report.
 
 Load on its way counts as load. When the assignment of a channel changes, its average is *attributed* to the new servers
 at once, and taken out of the samples of the old ones. From then until the channel has settled, reports about it are
@@ -18,7 +20,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from types import MappingProxyType
@@ -26,6 +28,14 @@ from types import MappingProxyType
 from dynamoth.plan.plan import Assignment, Mode
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, ServerLoad
+from dynamoth_balancer.decide.resources import (
+    NO_LOAD,
+    Bounds,
+    Load,
+    Resource,
+    deliveries,
+    delivery_cpu_s,
+)
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S
 
 SAMPLES_MAX = 200
@@ -47,21 +57,27 @@ NO_MEMBERS: Mapping[bytes, Iterable[bytes]] = MappingProxyType({})
 INTERVAL_S_MIN = 0.01
 INTERVAL_S_MAX = 3600.0
 BYTES_PER_S_MAX = 1e13
-"""A report beyond these is no measurement of an agent of ours: 100 times the fastest networks."""
+CPU_RATIO_MAX = 1e4
+"""A report beyond these is no measurement of an agent of ours: 100 times the fastest networks, 10 times the largest
+machines."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One report, reduced to the averaged figures: bytes sent in its interval."""
+    """One report, reduced to the averaged figures: bytes sent in its interval, and parts of all CPU times seconds."""
 
     begins: float
     arrived: float
     interval_s: float
     #: Of the whole server, without the attributed channels.
     outgoing_bytes: float
+    cpu_s: float
+    #: What one delivery cost.
+    delivery_cpu_s: float
     channels: tuple[bytes, ...]
-    #: Of each channel; 0 where it is attributed.
+    #: Of each channel; 0 where it is attributed. The CPU likewise.
     channel_bytes: array[float]
+    channel_cpu_s: array[float]
     publications: array[float]
     publishers: array[float]
     subscribers: array[float]
@@ -72,6 +88,8 @@ class _Sample:
             if channel in channels:
                 self.outgoing_bytes = max(0.0, self.outgoing_bytes - self.channel_bytes[index])
                 self.channel_bytes[index] = 0.0
+                self.cpu_s = max(0.0, self.cpu_s - self.channel_cpu_s[index])
+                self.channel_cpu_s[index] = 0.0
 
 
 @dataclass(slots=True)
@@ -80,8 +98,8 @@ class _Attribution:
 
     before: tuple[str, ...]
     after: tuple[str, ...]
-    #: Outgoing bytes/s over all servers.
-    rate: float
+    #: Over all servers.
+    load: Load
     #: When the transition settled; None before.
     settled: float | None = None
 
@@ -90,9 +108,9 @@ class _Attribution:
         """Old and new servers."""
         return {*self.before, *self.after}
 
-    def rate_at(self, server: str) -> float:
+    def load_at(self, server: str) -> Load:
         """Return the load that is attributed to one server."""
-        return self.rate / len(self.after) if server in self.after else 0.0
+        return self.load / len(self.after) if server in self.after else NO_LOAD
 
     def covers(self, sample: _Sample) -> bool:
         """Return whether the figures of a sample for this channel cannot be used."""
@@ -132,13 +150,18 @@ class _ServerModel:
 class ClusterModel:
     """Load ratios, busiest channels, and the figures of channels in the whole cluster.
 
-    Memory: (servers * samples * channels per report) * 40 bytes, and the names.
+    Memory: (servers * samples * channels per report) * 48 bytes, and the names.
     """
 
     def __init__(
-        self, servers: Iterable[str], averaging_s: float, interruptions_window_s: float = INTERRUPTIONS_WINDOW_S
+        self,
+        servers: Iterable[str],
+        averaging_s: float,
+        interruptions_window_s: float = INTERRUPTIONS_WINDOW_S,
+        bounds: Bounds | None = None,
     ) -> None:
         self._averaging_s = averaging_s
+        self._bounds = bounds or Bounds()
         self._interruptions_window_s = interruptions_window_s
         self._servers = {server: _ServerModel() for server in servers}
         #: Moved channels whose load no report proves yet; at most one attribution for each.
@@ -218,9 +241,16 @@ class ClusterModel:
         interval, columns = report.interval_s, report.columns
         channels: tuple[bytes, ...] = tuple(map(model.names.get, columns.channels, columns.channels))
         model.names = dict(zip(channels, channels, strict=True))
-        numbers = (columns.bytes_out, columns.publications, columns.publishers, columns.subscribers)
+        cpu_s = self._bounds.cpu_ratio(report.cpu_ratio) * interval
+        each_s = self._bounds.cpu_ratio(delivery_cpu_s(report))
+        costs = [each_s * n for n in map(deliveries, columns.publications, columns.messages_sent)] if each_s else ()
+        numbers = (
+            *(columns.bytes_out, costs or [0.0] * len(channels)),
+            *(columns.publications, columns.publishers, columns.subscribers),
+        )
         arrays = [array("d", column) for column in numbers]
-        return _Sample(now - interval, now, interval, report.outgoing_bytes_per_s * interval, channels, *arrays)
+        outgoing_bytes = report.outgoing_bytes_per_s * interval
+        return _Sample(now - interval, now, interval, outgoing_bytes, cpu_s, each_s, channels, *arrays)
 
     def _forget_old(self, model: _ServerModel, now: float) -> None:
         samples = model.samples
@@ -252,18 +282,23 @@ class ClusterModel:
         sources = {server for before, _ in changes.values() for server in before.servers}
         for server in sources:
             self._forget_old(self._servers[server], now)
-        averages = {server: self.channel_rates(server) for server in sources}
+        averages = {server: self._loads_of(changes, server) for server in sources}
         touched: set[str] = set()
         for channel, (before, after) in changes.items():
             self._drop(channel)
-            rate = sum(averages[server].get(channel, 0.0) for server in before.servers)
-            attribution = self._attributions[channel] = _Attribution(before.servers, after.servers, rate)
+            load = sum((averages[server].get(channel, NO_LOAD) for server in before.servers), NO_LOAD)
+            attribution = self._attributions[channel] = _Attribution(before.servers, after.servers, load)
             for server in attribution.servers:
                 self._servers[server].attributed[channel] = attribution
             touched |= attribution.servers
         for server in touched:
             for sample in self._servers[server].samples:
                 sample.strip(changes)
+
+    def _loads_of(self, channels: Iterable[bytes], server: str) -> dict[bytes, Load]:
+        """Return the loads of some channels at a server."""
+        rates, cpu = self.channel_rates(server), self.channel_cpu(server)
+        return {channel: Load(rates.get(channel, 0.0), cpu.get(channel, 0.0)) for channel in channels}
 
     def on_settled(self, channels: Collection[bytes], now: float) -> None:
         """Believe reports about these channels again, from now on."""
@@ -319,10 +354,26 @@ class ClusterModel:
         if not weight:
             if model.blind_since is None or model.latest is None:
                 return None
-            return ServerLoad(server, model.latest.outgoing_bytes_per_s, model.capacity)
+            cpu_ratio = self._bounds.cpu_ratio(model.latest.cpu_ratio)
+            return ServerLoad(server, model.latest.outgoing_bytes_per_s, model.capacity, cpu_ratio)
         rate = sum(sample.outgoing_bytes for sample in model.samples) / weight
-        rate += sum(a.rate_at(server) * self._share(a, model, weight) for a in model.attributed.values())
-        return ServerLoad(server, rate, model.capacity)
+        load = ServerLoad(server, rate, model.capacity, sum(sample.cpu_s for sample in model.samples) / weight)
+        for attribution in model.attributed.values():
+            load.add(attribution.load_at(server) * self._share(attribution, model, weight))
+        return load
+
+    def usage(self, server: str, now: float) -> dict[Resource, float]:
+        """Return how much a server uses of each resource whose maximum is known; nothing without a recent report."""
+        load, latest = self.load(server, now), self._servers[server].latest
+        if load is None or latest is None:
+            return {}
+        known = {Resource.OUTGOING: load.outgoing_ratio, Resource.CPU: load.cpu_ratio, **self._bounds.fixed(latest)}
+        return {resource: ratio for resource, ratio in known.items() if resource is not Resource.CPU or ratio}
+
+    def why_full(self, server: str) -> str:
+        """Return why a server gets no channels, in words: of what it uses nearly all; empty when it may get some."""
+        latest = self._servers[server].latest
+        return "" if latest is None else self._bounds.why_full(self._bounds.fixed(latest))
 
     def samples(self, server: str) -> int:
         """Return how many reports are in the average of a server."""
@@ -334,22 +385,43 @@ class ClusterModel:
 
     def channels(self, server: str) -> list[ChannelRate]:
         """Return the estimated load of each channel that is known by name at a server, in any order."""
-        return [ChannelRate(rate, channel) for channel, rate in self.channel_rates(server).items() if rate > 0]
+        cpu = self.channel_cpu(server)
+        rates = self.channel_rates(server)
+        return [ChannelRate(rate, name, cpu[name]) for name, rate in rates.items() if rate > 0 or cpu[name] > 0]
 
     def channel_rates(self, server: str) -> dict[bytes, float]:
         """Return the estimated outgoing bytes/s of each channel that is known by name at a server."""
+        return self._by_channel(server, lambda sample: sample.channel_bytes, lambda load: load.outgoing_bytes_per_s)
+
+    def channel_cpu(self, server: str) -> dict[bytes, float]:
+        """Return the estimated part of the CPU of each channel that is known by name at a server."""
+        return self._by_channel(server, lambda sample: sample.channel_cpu_s, lambda load: load.cpu_ratio)
+
+    def _by_channel(
+        self, server: str, column: Callable[[_Sample], array[float]], part: Callable[[Load], float]
+    ) -> dict[bytes, float]:
+        """Return the average of one part of the load of each channel that is known by name at a server."""
         model = self._servers[server]
         weight = sum(sample.interval_s for sample in model.samples)
         sums: dict[bytes, float] = {}
         for sample in model.samples:
-            for channel, count in zip(sample.channels, sample.channel_bytes, strict=True):
+            for channel, count in zip(sample.channels, column(sample), strict=True):
                 sums[channel] = sums.get(channel, 0.0) + count
         rates = {channel: count / weight for channel, count in sums.items()}
         for channel, attribution in model.attributed.items():
             if server in attribution.after:
                 share = self._share(attribution, model, weight)
-                rates[channel] = rates.get(channel, 0.0) + attribution.rate_at(server) * share
+                rates[channel] = rates.get(channel, 0.0) + part(attribution.load_at(server)) * share
         return rates
+
+    def unnamed(self, server: str) -> Load:
+        """Return the load of the channels that the latest report of a server does not name."""
+        model = self._servers[server]
+        if model.latest is None or model.newest is None:
+            return NO_LOAD
+        rest = model.latest.rest
+        cpu_s = deliveries(rest.publications, rest.messages_sent) * model.newest.delivery_cpu_s
+        return Load(rest.bytes_out, cpu_s) / model.latest.interval_s
 
     @staticmethod
     def _share(attribution: _Attribution, model: _ServerModel, weight: float) -> float:
@@ -360,15 +432,20 @@ class ClusterModel:
 
     # Figures of channels.
 
-    def busy(self, server: str, outgoing_bytes_per_s_min: float) -> list[bytes]:
-        """Return the busiest channels in the latest report of a server, those with at least this load."""
+    def busy(self, server: str, outgoing_bytes_per_s_min: float, cpu_ratio_min: float) -> list[bytes]:
+        """Return the busiest channels in the latest report of a server: those with at least one of these loads."""
         samples = self._servers[server].samples
         if not samples:
             return []
         latest = samples[-1]
-        least = outgoing_bytes_per_s_min * latest.interval_s
+        least, least_cpu_s = outgoing_bytes_per_s_min * latest.interval_s, cpu_ratio_min * latest.interval_s
         loads = zip(latest.channels, latest.channel_bytes, strict=True)  # the busiest first, as reports have them
-        return [channel for channel, _ in islice(takewhile(lambda load: load[1] >= least, loads), BUSY_MAX)]
+        by_bytes = [channel for channel, _ in islice(takewhile(lambda load: load[1] >= least, loads), BUSY_MAX)]
+        if latest.cpu_s < least_cpu_s:
+            return by_bytes
+        costs = zip(latest.channels, latest.channel_cpu_s, strict=True)
+        by_cpu = [channel for channel, cpu_s in costs if cpu_s >= least_cpu_s]
+        return [*by_bytes, *(channel for channel in by_cpu[:BUSY_MAX] if channel not in by_bytes)]
 
     def figures(self, assignments: Mapping[bytes, Assignment]) -> list[ChannelFigures]:
         """Return the figures of settled channels, from the reports of each server.
@@ -402,6 +479,7 @@ class _Row:
     """One channel at one server, averaged; publishers: the most of any report."""
 
     outgoing_bytes_per_s: float = 0.0
+    cpu_ratio: float = 0.0
     publications_per_s: float = 0.0
     publishers: float = 0.0
     subscribers: float = 0.0
@@ -418,11 +496,13 @@ def _rows(samples: Iterable[_Sample], wanted: Set[bytes]) -> dict[bytes, _Row]:
         for index in [index for index, channel in enumerate(sample.channels) if channel in wanted]:
             row = rows.setdefault(sample.channels[index], _Row())
             row.outgoing_bytes_per_s += sample.channel_bytes[index]
+            row.cpu_ratio += sample.channel_cpu_s[index]
             row.publications_per_s += sample.publications[index]
             row.publishers = max(row.publishers, sample.publishers[index])
             row.subscribers += sample.subscribers[index] * sample.interval_s
     for row in rows.values():
         row.outgoing_bytes_per_s /= weight
+        row.cpu_ratio /= weight
         row.publications_per_s /= weight
         row.subscribers /= weight
     return rows
@@ -449,6 +529,7 @@ def _merge(channel: bytes, assignment: Assignment, rows: Mapping[str, _Row]) -> 
         int(max(publishers) if same_publications else sum(publishers)),
         max(subscribers) if same_subscribers else sum(subscribers),
         {server: row.outgoing_bytes_per_s for server, row in here.items()},
+        cpu_ratio={server: row.cpu_ratio for server, row in here.items()},
     )
 
 
@@ -459,5 +540,6 @@ def _is_plausible(report: Report) -> bool:
     return (
         INTERVAL_S_MIN <= report.interval_s <= INTERVAL_S_MAX
         and report.outgoing_bytes_per_s <= BYTES_PER_S_MAX
+        and report.cpu_ratio <= CPU_RATIO_MAX
         and sum(report.columns.bytes_out) <= BYTES_PER_S_MAX * report.interval_s
     )

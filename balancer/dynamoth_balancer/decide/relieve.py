@@ -12,10 +12,17 @@ from collections.abc import Sequence
 
 from dynamoth.names import in_quotes
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
+from dynamoth_balancer.decide.resources import Resource
 from dynamoth_balancer.options import BalancerOptions
 
 NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
 """Why nothing leaves a server whose agent has been blind from the first second on."""
+
+OTHER_COMMANDS = (
+    "most of its CPU is not used by channels, so moving them does not help: INFO commandstats of the server shows which"
+    " commands take it"
+)
+"""Why channels cannot relieve a server whose CPU an application uses for something else."""
 
 
 class Relieve:
@@ -23,7 +30,8 @@ class Relieve:
 
     As published: the busiest channels of the most loaded server go to the least loaded one until ``load_ratio_safe`` is
     reached. Corrected: a channel that no other server could carry better stays, and smaller ones are tried; the least
-    loaded server is the one with most room in bytes, as capacities differ.
+    loaded server is the one with most room in bytes, as capacities differ. Load is that of the tighter resource: where
+    it is CPU, the channels that use most of it are the busiest.
     """
 
     name = "relieve"
@@ -45,13 +53,13 @@ class Relieve:
 
     def _relieve(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
         options = cluster.options
-        reason = f"{source.id} has load ratio {source.load_ratio:.2f}, above {options.load_ratio_high:.2f}"
+        of_cpu = " (of its CPU)" if source.resource is Resource.CPU else ""
+        reason = f"{source.id} has load ratio {source.load_ratio:.2f}{of_cpu}, above {options.load_ratio_high:.2f}"
         if source.id in cluster.blind:
             reason = f"the agent of {source.id} does not see what is published there, so {source.id} is overloaded"
-        smallest = options.channel_ratio_min * source.outgoing_bytes_per_s_max
         moves: list[Move] = []
-        for load in busiest_first(cluster.channels(source.id)):
-            done = source.load_ratio <= options.load_ratio_safe or load.outgoing_bytes_per_s < smallest
+        for load in busiest_first(cluster.channels(source.id), source):
+            done = source.load_ratio <= options.load_ratio_safe or source.share(load.load) < options.channel_ratio_min
             if done or cluster.is_full or cluster.has_given(source.id):
                 break
             target = cluster.roomiest(source.id)
@@ -62,10 +70,16 @@ class Relieve:
                 moves.append(move)
         if source.load_ratio > options.load_ratio_high:
             stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
-            unknown = NO_FIGURES if source.id in cluster.blind else "its load is not that of channels"
-            why = why_they_stay(cluster, source, stayed) if stayed else unknown
+            why = why_they_stay(cluster, source, stayed) if stayed else _why_not_channels(cluster, source)
             cluster.findings.append(Finding(source.id, source.load_ratio, why))
         return moves
+
+
+def _why_not_channels(cluster: Cluster, source: ServerLoad) -> str:
+    """Return why no channel can leave an overloaded server that has none with a load."""
+    if source.id in cluster.blind:
+        return NO_FIGURES
+    return OTHER_COMMANDS if source.resource is Resource.CPU else "its load is not that of channels"
 
 
 def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
@@ -75,8 +89,10 @@ def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[Channel
         return f"there is no other server that could take channels: {cluster.more_servers}"
     if cluster.is_full or cluster.has_given(source.id) or all(map(cluster.has_taken, others)):
         return "this plan has as many moves as one may have; the next goes on"
-    busiest = max(stayed)
-    ratio = busiest.outgoing_bytes_per_s / source.outgoing_bytes_per_s_max
+    if source.resource is Resource.CPU and sum(load.cpu_ratio for load in stayed) < source.cpu_ratio / 2:
+        return OTHER_COMMANDS
+    busiest = busiest_first(stayed, source)[0]
+    ratio = source.share(busiest.load)
     if ratio > cluster.options.load_ratio_safe:
         what = f"channel {in_quotes(busiest.channel)} alone makes load ratio {ratio:.2f} here"
         return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from dynamoth.names import in_quotes
 from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Finding, Move, ServerLoad
+from dynamoth_balancer.decide.resources import NO_LOAD, Load
 from dynamoth_balancer.options import BalancerOptions
 
 REPLICAS_MIN = 2
@@ -59,7 +60,7 @@ class Judgement:
         self._publishers = figures.publishers
         self._subscribers = subscribers
         #: The load ratio of the channel at one server.
-        self.load_ratio = figures.outgoing_bytes_per_s_total / capacity
+        self.load_ratio = max(figures.total.outgoing_bytes_per_s / capacity, figures.total.cpu_ratio)
         #: How many times each threshold is reached.
         self._times = {
             Mode.ALL_SUBSCRIBERS: publications / max(subscribers, 1.0) / (options.all_subscribers_ratio_min * factor),
@@ -171,7 +172,7 @@ class Replicate:
         if cluster.options.replicas_max < REPLICAS_MIN or not cluster.targets:
             return []
         moves: list[Move] = []
-        for figures in sorted(cluster.figures, key=lambda each: (-each.outgoing_bytes_per_s_total, each.channel)):
+        for figures in sorted(cluster.figures, key=lambda each: (-each.total.outgoing_bytes_per_s, each.channel)):
             move = Change(cluster, figures).propose()
             if move is not None and cluster.take(move):
                 moves.append(move)
@@ -204,11 +205,12 @@ class Change:
     def __init__(self, cluster: Cluster, figures: ChannelFigures) -> None:
         self._cluster = cluster
         self._figures = figures
-        self._total = figures.outgoing_bytes_per_s_total
-        #: The servers that may get the channel, and those of its present ones that are among them.
-        self._targets = [server.id for server in cluster.targets]
+        self._total = figures.total
+        #: The servers that may have the channel, and those of its present ones that are among them.
+        candidates = cluster.candidates(figures.assignment.servers)
+        self._targets = [server.id for server in candidates]
         self._kept = [server for server in figures.assignment.servers if server in self._targets]
-        self._capacity = max(server.outgoing_bytes_per_s_max for server in cluster.targets)
+        self._capacity = max(server.outgoing_bytes_per_s_max for server in candidates)
 
     def propose(self) -> Move | None:
         """Return the change that Algorithm 1 asks for, None for no change."""
@@ -257,17 +259,16 @@ class Change:
     def _server(self, name: str) -> ServerLoad:
         return self._cluster.servers[name]
 
-    def _ratio_with(self, name: str, outgoing_bytes_per_s: float) -> float:
-        """Return the load ratio of a server if the channel made it send this much instead of its present load."""
-        now = self._figures.outgoing_bytes_per_s.get(name, 0.0)
-        return self._server(name).load_ratio_with(outgoing_bytes_per_s - now)
+    def _ratio_with(self, name: str, share: Load) -> float:
+        """Return the load ratio of a server if the channel made this load there instead of its present one."""
+        return self._server(name).load_ratio_with(share - self._figures.load_at(name))
 
-    def _least_loaded(self, names: Iterable[str], share: float) -> list[str]:
+    def _least_loaded(self, names: Iterable[str], share: Load) -> list[str]:
         """Return servers in the order of their load with a share of the channel, the present ones first if equal."""
         present = self._figures.assignment.servers
         return sorted(names, key=lambda name: (self._ratio_with(name, share), name not in present, name))
 
-    def _has_room(self, name: str, share: float) -> bool:
+    def _has_room(self, name: str, share: Load) -> bool:
         """Return whether a server has room for a share: as for any move, see ``Relieve``."""
         options = self._cluster.options
         busiest = max(self._server(server).load_ratio for server in self._figures.assignment.servers)
@@ -329,14 +330,14 @@ class Change:
         before = figures.assignment
         share = self._total / len(after.servers)
         loads = {
-            name: (share if name in after.servers else 0.0) - figures.outgoing_bytes_per_s.get(name, 0.0)
+            name: (share if name in after.servers else NO_LOAD) - figures.load_at(name)
             for name in dict.fromkeys((*before.servers, *after.servers))
         }
         return self._cluster.change(figures.channel, before, after, loads, reason)
 
     def _reason(self, mode: Mode, count: int) -> str:
         figures = self._figures
-        ratio = self._total / self._capacity
+        ratio = Judgement(figures, self._capacity, self._cluster.options).load_ratio
         what = "one server is enough" if mode is Mode.SINGLE else f"{count} servers share it"
         return (
             f"{figures.publications_per_s:.0f} publications/s to {figures.subscribers:.0f} subscribers make load ratio"
