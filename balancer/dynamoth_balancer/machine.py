@@ -221,6 +221,11 @@ class BalancerMachine:
             "agent_blind": {server: server in self._model.blind for server in self._servers},
         }
 
+    def resource_ratios(self, now: float) -> Mapping[tuple[str, str], float]:
+        """Return how much each server uses of each resource, by both names; without those that are not known."""
+        usage = {server: self._model.usage(server, now) for server in self._servers}
+        return {(server, each.value): ratio for server, ratios in usage.items() for each, ratio in ratios.items()}
+
     def all_counters(self) -> Counter[str]:
         """Return the counters of all parts."""
         parts = [self._admin.counters, self._model.counters]

@@ -65,6 +65,8 @@ class Setting:
     delays: Delays = DEFAULT_DELAYS
     #: What each server can send: little makes the balancer move channels by itself.
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
+    #: The CPU of each server that counts as all of it, in cores.
+    cpu_ratio_max: float = 1.0
     #: Whether something fails, so that messages may be lost if subscribers report it.
     losses_allowed: bool = False
     #: How many servers the balancer itself spreads a channel over; 1 leaves it to the administrator.
@@ -152,6 +154,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
         balancer=BalancerOptions(
             wait_s=0.5,
             averaging_s=0.8,
+            cpu_ratio_max=setting.cpu_ratio_max,
             reports_min=2,
             decision_interval_s=0.25,
             channel_rest_s=0.5,

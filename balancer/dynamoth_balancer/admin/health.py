@@ -194,6 +194,11 @@ def _of_agent(server: str, view: View, leading: Installer | None, now: float) ->
     report = view.model.latest(server)
     if report is not None:
         yield from _of_report(server, report)
+    if why := view.model.why_full(server):
+        text = (
+            f"it uses {why}, so it gets no channels: raise maxclients or maxmemory (or memory_bytes_max of [balancer])"
+        )
+        yield Found(Severity.WARNING, "server_full", server, text)
     if (blind := view.model.blindness(server)) is not None:
         yield Found(Severity.ERROR, "agent_blind", server, blind.reason, blind.since)
 

@@ -90,6 +90,7 @@ def describe_server(
     """Return the state of a server and its agent. Figures are left out while the agent is silent."""
     alive, acked = agents.is_alive(server, now), agents.acked(server, now)
     load = model.load(server, now) if alive else None
+    usage = model.usage(server, now) if alive else {}
     blindness = model.blindness(server) if alive else None
     copy = None if installer is None else installer.copy(server)
     return {
@@ -101,6 +102,9 @@ def describe_server(
         "blind_s": None if blindness is None else now - blindness.since,
         "load_ratio": None if load is None else load.load_ratio,
         "outgoing_bytes_per_s_estimated": None if load is None else load.outgoing_bytes_per_s,
+        "resource_ratios": {resource.value: ratio for resource, ratio in usage.items()},
+        "tightest_resource": max(usage, key=lambda resource: usage[resource]).value if usage else None,
+        "full": model.why_full(server) if alive else "",
         "report_age_s": model.report_age_s(server, now),
         **_describe_report(model.latest(server) if alive else None),
     }
@@ -116,7 +120,9 @@ def _describe_report(report: Report | None) -> dict[str, Any]:
         "incoming_bytes_per_s": report.incoming_bytes_per_s,
         "cpu_ratio": report.cpu_ratio,
         "memory_bytes": report.memory_bytes,
+        "memory_bytes_max": report.memory_bytes_max,
         "connections": report.connections,
+        "connections_max": report.connections_max,
         "messages_per_s": (sum(report.columns.messages_sent) + report.rest.messages_sent) / report.interval_s,
         "publications_per_s": (sum(report.columns.publications) + report.rest.publications) / report.interval_s,
         "channels": len(report.columns) + report.rest.channels,

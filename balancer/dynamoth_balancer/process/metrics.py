@@ -1,4 +1,4 @@
-"""The metrics of a balancer, as Prometheus reads them. Labels are ids of servers, and kinds of problems."""
+"""The metrics of a balancer, as Prometheus reads them. Labels are ids of servers, resources, and kinds of problems."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ _GAUGES_BY_SERVER: Mapping[str, str] = {
     "slots_left": "Slots that are still at a server that is being drained; the channels without an entry are in slots",
     "agent_blind": "1 while the agent does not see what is published",
 }
+
+_RESOURCE_RATIO = "Used of each resource; the load ratio is the larger one of outgoing and cpu"
 
 _COUNTERS: Mapping[str, str] = {
     "decisions": "Decisions of the balancer's own, including those that only say what it cannot do",
@@ -66,6 +68,10 @@ def _collect(machine: BalancerMachine, now: float) -> Iterator[Metric]:
     for name, figures in by_server.items():
         known = {server: figure for server, figure in figures.items() if figure is not None}
         yield _FAMILIES.gauge_by("server", name, _GAUGES_BY_SERVER[name], known)
+    used = GaugeMetricFamily("dynamoth_balancer_resource_ratio", _RESOURCE_RATIO, labels=["server", "resource"])
+    for labels, ratio in machine.resource_ratios(now).items():
+        used.add_metric(labels, ratio)
+    yield used
     yield from _of_problems(machine, by_server["agent_blind"].keys(), now)
     yield from _FAMILIES.counters(_COUNTERS, machine.all_counters())
 

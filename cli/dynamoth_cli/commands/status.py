@@ -166,7 +166,7 @@ def show(status: Mapping[str, Any], console: Console) -> None:
         console.print(f"[bold {color}]![/] {escape(describe_problem(problem))}", highlight=False, soft_wrap=True)
 
 
-HEADINGS = ("server", "agents", "plan", "load", "out MB/s", "messages/s", "channels", "CPU")
+HEADINGS = ("server", "agents", "plan", "load", "out MB/s", "messages/s", "channels", "CPU", "tightest")
 
 
 def table_of(servers: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
@@ -202,7 +202,14 @@ def _figures(id_: str, server: Mapping[str, Any]) -> tuple[str, ...]:
         _shown(load.get("messages_per_s"), "{:.0f}"),
         _shown(load.get("channels")),
         _shown(load.get("cpu_ratio"), "{:.2f}"),
+        _tightest(load),
     )
+
+
+def _tightest(load: Mapping[str, Any]) -> str:
+    """Return the resource of which a server uses most, and how much."""
+    name = load.get("tightest_resource")
+    return "-" if name is None else f"{name} {load['resource_ratios'][name]:.2f}"
 
 
 def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dynamoth_sim.mutations import (
     compatibility,
     delivery,
+    elastic,
     observation,
     published_protocol,
     recording,
@@ -21,4 +22,5 @@ CHECKS: tuple[Check, ...] = (
     *standalone.CHECKS,
     *delivery.CHECKS,
     *compatibility.CHECKS,
+    *elastic.CHECKS,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dynamoth_sim.scenarios import (
     compatibility,
     delivery,
+    elastic,
     failure,
     observation,
     patterns,
@@ -29,6 +30,7 @@ SCENARIOS: dict[str, Scenario] = dict(
             **rights.SCENARIOS,
             **observation.SCENARIOS,
             **recording.SCENARIOS,
+            **elastic.SCENARIOS,
         }.items()
     )
 )

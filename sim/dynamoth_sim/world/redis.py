@@ -103,6 +103,12 @@ class RedisServer:
         self.input_bytes = 0
         self.output_bytes = 0
         self.commands = 0
+        #: Messages sent to subscribers since the start, and the CPU that each costs.
+        self.pushes = 0
+        self.push_cpu_s = 0.0
+        #: As INFO shows them; 0 for none.
+        self.connections_max = 0
+        self.memory_bytes_max = 0
 
     @property
     def observed(self) -> bool:
@@ -135,7 +141,7 @@ class RedisServer:
         self.run_id = self._new_run_id()
         self._keys = KeySpace(lambda: self._world.now, snapshot or Snapshot())
         self._started = self._world.now
-        self.input_bytes = self.output_bytes = self.commands = 0
+        self.input_bytes = self.output_bytes = self.commands = self.pushes = 0
         restored = "empty" if snapshot is None else "restored from an old snapshot"
         self._world.trace.add((self._world.now, "fault", None, self.id, None, None, f"the server starts, {restored}"))
 
@@ -199,6 +205,7 @@ class RedisServer:
 
     def _push(self, connection: Connection, message: list[Any], size: int) -> None:
         self.output_bytes += size
+        self.pushes += 1
         connection.unread_bytes += size
         connection.to_client.send(message, size)
         if connection.unread_bytes > self.output_buffer_bytes_max and connection.id in self._connections:
@@ -383,7 +390,7 @@ class RedisServer:
 
     def _info(self, _connection: Connection, _words: list[bytes]) -> Any:
         uptime = self._world.now - self._started
-        cpu = self.commands * 2e-6
+        cpu = self.commands * 2e-6 + self.pushes * self.push_cpu_s * 3 / 4
         memory = 1_000_000 + self._keys.size_bytes
         lines = (
             "# Server",
@@ -392,10 +399,11 @@ class RedisServer:
             f"uptime_in_seconds:{int(uptime)}",
             "# Clients",
             f"connected_clients:{len(self._connections)}",
+            f"maxclients:{self.connections_max}",
             "client_recent_max_output_buffer:0",
             "# Memory",
             f"used_memory:{memory}",
-            "maxmemory:0",
+            f"maxmemory:{self.memory_bytes_max}",
             "mem_clients_normal:0",
             "# Stats",
             f"total_commands_processed:{self.commands}",
