@@ -22,7 +22,13 @@ from tests.whole.harness import channels_at, until
 
 TIMEOUT_S = 30.0
 
-SETTINGS = {"balancer.load_ratio_high": 100.0, "agent.report_interval_s": 0.5}
+SETTINGS = {
+    "balancer.load_ratio_high": 100.0,
+    "balancer.averaging_s": 2.0,
+    "balancer.full_ratio": 0.02,
+    "agent.report_interval_s": 0.5,
+}
+"""A handful of connections fill a server that permits 100, and not one that permits 10,000."""
 
 
 class Watched:
@@ -117,6 +123,20 @@ def test_a_server_at_maxmemory_that_refuses_the_plan(watched: Watched) -> None:
     assert "raise maxmemory" in problem["reason"]
     assert watched.problem("memory_full", "s2"), "the memory itself is shown as well, before it matters"
     watched.cluster.ask("s2", (b"CONFIG", b"SET", b"maxmemory", b"0"), (b"DEL", b"filler"))
+    watched.until_healthy()
+
+
+def test_a_server_that_is_nearly_out_of_connections(watched: Watched) -> None:
+    watched.cluster.ask("s2", (b"CONFIG", b"SET", b"maxclients", b"100"))
+    until(lambda: watched.problem("server_full", "s2"), "it is full", every_s=0.1)
+    status = watched.status("--json")
+    load = json.loads(status.stdout)["servers"]["s2"]["load"]
+    assert status.returncode == 0 and load["connections_max"] == 100 and load["full"].endswith("of its connections")
+    assert 0.02 < load["resource_ratios"]["connections"] < 0.5 and {"outgoing", "cpu"} <= load["resource_ratios"].keys()
+    ratio = re.escape('dynamoth_balancer_resource_ratio{resource="connections",server="s2"} 0.')
+    assert re.search(ratio, watched.get("metrics")[1])
+    assert re.search(r"^s2 .* (connections|cpu|outgoing) 0\.\d\d", watched.status().stdout, re.MULTILINE)
+    watched.cluster.ask("s2", (b"CONFIG", b"SET", b"maxclients", b"10000"))
     watched.until_healthy()
 
 
