@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, assert_never
 
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
@@ -32,11 +33,15 @@ from dynamoth.protocol.control import AdminRequest, unpack_control
 from dynamoth_balancer.admin.api import Admin
 from dynamoth_balancer.admin.changes import Changes
 from dynamoth_balancer.admin.compatibility import describe_rules
+from dynamoth_balancer.admin.explain import Explainer
 from dynamoth_balancer.admin.health import Health, View, find
+from dynamoth_balancer.admin.rebalance import Rebalance
 from dynamoth_balancer.admin.records import Records
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
+from dynamoth_balancer.decide.cluster import Move
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain
+from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Replicate
@@ -71,6 +76,8 @@ CONNECTED = "connected to a server"
 
 PROBLEMS_SHOWN_MAX = 100
 """Bound of the problems in a status, the worst first."""
+
+NO_MOVES: Mapping[bytes, Move] = MappingProxyType({})
 
 SHUTDOWN_S_MAX = 1.0
 """A server that does not answer in this time keeps the lease until it expires."""
@@ -126,19 +133,22 @@ class BalancerMachine:
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(self._model, (Replicate(), Relieve(), Drain(), Spread()), self.options)
-        self._records = Records(incarnation, self.options, self.load_ratio, self._hearing.reports)
+        self._records = Records(incarnation, self.options, self._hearing.reports)
         #: The problems of the cluster, for people.
         self.health = Health()
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
+        self._explainer = Explainer(self._decider, self._model, self._server_status)
         self._admin = Admin(
             {
                 "status": lambda _, now: self.status(now),
                 "plan": lambda arguments, _: plan_page(self._latest_installer().plan, arguments),
                 "pause": lambda arguments, now: self._pause(True, now),
                 "resume": lambda arguments, now: self._pause(False, now),
+                "explain": lambda arguments, now: self._explainer.explain(self._latest_installer(), arguments, now),
             },
             Changes(self.load_ratio, self._change, self._decider.hold),
+            Rebalance(self._decider, self._carry_out),
             self._latest_installer,
             self.options,
         )
@@ -277,6 +287,7 @@ class BalancerMachine:
         if self._installer is not None:
             self._installer.check()
         self._model.check()
+        self._decider.history.check()
         self._admin.check()
 
     @property
@@ -293,6 +304,7 @@ class BalancerMachine:
         for action in actions:
             if isinstance(action, TransitionsSettled):
                 self._model.on_settled(action.channels, now)
+                self._decider.history.on_settled(action.channels, now)
                 self._records.on_settled(action.channels, now)
                 self.counters["moves_settled"] += len(action.channels)
                 continue
@@ -406,6 +418,7 @@ class BalancerMachine:
         self.stage = Stage.CONTENDING
         self._takeover = None
         self._records.end_term()
+        self._decider.history.end_term()
         self._contention.begin(now)
         details = {**self._contention.details(), "reason": self._why_not_leading()}
         return [Note("error", "lost the lease: no decisions and no changes until it is back", details)]
@@ -489,6 +502,8 @@ class BalancerMachine:
             if (installer := self._at_work) is not None:
                 actions += installer.tick(now)
                 actions += self._decide(installer, now)
+                for made in self._decider.history.measure(self.load_ratio, now):
+                    self._records.on_outcome(made)
                 self._records.tick(now)
             actions += self._look_after_health(now)
         elif (installer := self._at_work) is not None:
@@ -562,24 +577,34 @@ class BalancerMachine:
 
     def _decide(self, installer: Installer, now: float) -> list[InnerAction]:
         """Make a plan, if it is time and there is a reason."""
-        decision = self._decider.look(installer, now)
-        if decision is None:
-            return []
+        made = self._decider.look(installer, now)
+        return [] if made is None else self._carry_out(made, now)
+
+    def _carry_out(self, made: MadeDecision, now: float) -> list[InnerAction]:
+        """Begin the moves of a decision."""
         self.counters["decisions"] += 1
-        number = self._decider.decisions[-1][0]
-        assignments = {move.channel: move.after for move in decision.moves}
         self._decision_refused = ""
-        if not assignments:
-            return [Decided(decision, number)]
+        moves = {move.channel: move for move in made.decision.moves}
+        if not moves:
+            return [Decided(made.decision, made.number)]
+        assignments = {channel: move.after for channel, move in moves.items()}
         try:
-            return [Decided(decision, number), *self._change(assignments, decision.moves[0].reason, now)]
+            actions = self._change(assignments, made.decision.moves[0].reason, now, moves)
         except RequestRefused as error:
             self._decision_refused = reason = str(error)
+            self._decider.history.refuse(made, reason)
             note = Note("warning", "a decision cannot be carried out now", {"reason": reason})
-            return [Decided(decision, number, reason), note]
+            return [Decided(made.decision, made.number, reason), note]
+        return [Decided(made.decision, made.number), *actions]
 
-    def _change(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InnerAction]:
-        """Begin to change the assignments of channels. Raises RequestRefused."""
+    def _change(
+        self,
+        assignments: Mapping[bytes, Assignment],
+        reason: str,
+        now: float,
+        moves: Mapping[bytes, Move] = NO_MOVES,
+    ) -> list[InnerAction]:
+        """Begin to change assignments, by ``moves`` or as an administrator wants. Raises RequestRefused."""
         installer = self._at_work
         assert installer is not None, "only a balancer that leads changes the plan"
         plan = installer.plan
@@ -587,6 +612,10 @@ class BalancerMachine:
         actions = installer.begin(assignments, reason, now)
         self._model.on_moves(changes, now, self._decider.members(filter(is_slot, changes), installer))
         self._decider.on_moves(changes, now)
+        for channel, (before, after) in changes.items():
+            move = moves.get(channel)
+            why = (BY_ADMINISTRATOR, reason) if move is None else (move.goal, move.reason)
+            self._decider.history.add_move(channel, PastMove(now, before, after, *why))
         self.counters["moves_begun"] += len(changes)
         self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())
         return list(actions)
@@ -618,7 +647,7 @@ class BalancerMachine:
             **describe_channels(self._installer, now),
             "moves_begun": self.counters["moves_begun"],
             "moves_settled": self.counters["moves_settled"],
-            "decisions": describe_decisions(self._decider.decisions, now),
+            "decisions": describe_decisions(self._decider.history.decisions, now),
             "counters": dict(self.all_counters()),
         }
 

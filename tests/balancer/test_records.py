@@ -123,7 +123,7 @@ def test_a_successor_records_what_is_in_transition_and_no_outcome_of_its_predece
 
 
 def test_large_changes_and_long_texts_are_cut_to_what_readers_take() -> None:
-    records = Records(1, BalancerOptions(), lambda server, now: None, deque())
+    records = Records(1, BalancerOptions(), deque())
     names = [b"%d\xff" % number + b"x" * TEXT_CHARACTERS_MAX for number in range(2 * ROWS_PER_MESSAGE_MAX + 1)]
     plan = Plan.initial(SERVERS).begin(dict.fromkeys(names, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))))
     records.on_plan(PlanChanged(plan, "\udcff" * TEXT_CHARACTERS_MAX, tuple(names)))

@@ -21,12 +21,16 @@ unreplicate  channel: bytes, to: str         when it has settled: the same; to. 
 compat...    action: add, lift, remove or    version, rules: [{pattern, server, plain}], in the order in which they
 (-ibility)   list; pattern: bytes; for add   are looked at; see :mod:`dynamoth_balancer.admin.compatibility`
              server: str, plain: bool
+rebalance    dry_run: bool,                  what the balancer would do now, or has done when its moves have settled:
+             timeout_s, both optional        see :mod:`dynamoth_balancer.admin.rebalance`
+explain      name: bytes, kind: "channel"    why a channel is where it is and stays there, or what a server carries
+             or "server", which is optional  and does: see :mod:`dynamoth_balancer.admin.explain`
 pause                                        paused: True. No decisions of the balancer's own; changes go on
 resume                                       paused: False
 ===========  ==============================  ================================================================
 
-The three changes also take ``timeout_s`` (a number above 0, at most ``CHANGE_TIMEOUT_S_MAX``): for a change that has
-not settled by then, the answer says what it waits for, and the change goes on. Without ``timeout_s``,
+The three changes, and ``rebalance``, also take ``timeout_s`` (a number above 0, at most ``CHANGE_TIMEOUT_S_MAX``): for
+a change that has not settled by then, the answer says what it waits for, and the change goes on. Without ``timeout_s``,
 ``BalancerOptions.move_timeout_s`` applies. A change to where the channel is already succeeds at once, and the note says
 so.
 
@@ -50,6 +54,7 @@ from dynamoth.plan.plan import Mode
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
 from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState, mode_name
 from dynamoth_balancer.admin.compatibility import describe_rules, new_rules
+from dynamoth_balancer.admin.rebalance import Rebalance
 from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -63,8 +68,13 @@ CHANGE_TIMEOUT_S_MAX = 86_400.0
 CHANGES = ("move", "replicate", "unreplicate")
 """The commands that are answered when their change has settled."""
 
+REBALANCE = "rebalance"
+"""The command that is answered when all moves have settled, or at once where it is a dry run."""
+
 COMPATIBILITY = "compatibility"
 """The command that is answered when all agents have acknowledged the compatibility rules."""
+
+ANSWERED_LATER = (*CHANGES, COMPATIBILITY, REBALANCE)
 
 RULES_TIMEOUT_S = 5.0
 """Such a request is answered after this time even if some agent has not acknowledged the rules."""
@@ -89,6 +99,7 @@ class Admin:
     Args:
         commands: those that are answered at once, by name.
         changes: begins ``CHANGES``.
+        rebalance: makes and describes decisions.
         installer: returns that of the present or latest term. All commands but ``status`` come only while the balancer
             leads; their answers may be due when it has lost the lease.
         options: those of the balancer.
@@ -99,11 +110,13 @@ class Admin:
         self,
         commands: Mapping[str, Command],
         changes: Changes,
+        rebalance: Rebalance,
         installer: Callable[[], Installer],
         options: BalancerOptions,
     ) -> None:
         self._commands = commands
         self._changes = changes
+        self._rebalance = rebalance
         self._installer = installer
         self._options = options
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
@@ -121,11 +134,11 @@ class Admin:
             return [_send(server, answered)]
         self.counters["requests"] += 1
         try:
-            if request.command in (*CHANGES, COMPATIBILITY):
+            if request.command in ANSWERED_LATER:
                 return [*self._begin(server, request, now), *self.tick(now)]
             command = self._commands.get(request.command)
             if command is None:
-                known = ", ".join(sorted([*self._commands, *CHANGES, COMPATIBILITY]))
+                known = ", ".join(sorted([*self._commands, *ANSWERED_LATER]))
                 raise RequestRefused(f"command {request.command!r:.60} is not known; known are {known}")
             return [self._answer(server, AdminReply(request.request, command(request.arguments, now)))]
         except RequestRefused as error:
@@ -142,6 +155,12 @@ class Admin:
             reason = "an administrator has changed the compatibility rules"
             actions = [] if rules is None else installer.change_rules(rules, reason, now)
             self._pending[number] = _Pending(server, lambda at: self._rules_reply(number, now, at))
+        elif request.command == REBALANCE:
+            until = now + _timeout_s(request.arguments, self._options.move_timeout_s)
+            begun, actions = self._rebalance.begin(installer, request.arguments, now)
+            self._pending[number] = _Pending(
+                server, lambda at: begun.reply(number, at) if begun.is_done or at >= until else None
+            )
         else:
             timeout_s = _timeout_s(request.arguments, self._options.move_timeout_s)
             change, actions = self._changes.begin(installer, request.command, request.arguments, now)

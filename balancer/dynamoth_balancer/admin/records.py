@@ -3,8 +3,8 @@
 Theory of operation
 -------------------
 Rows are gathered while the machine handles an event, and published at the end of it, at every server whose link is up.
-Nobody answers, and nothing is kept for recorders that are away. Only decisions without a measured outcome are
-remembered. So records cost a few microseconds per change of a channel, and delay nothing.
+Nobody answers, and nothing is kept for recorders that are away. So records cost a few microseconds per change of a
+channel, and delay nothing.
 
 A decision comes with the reports that the balancer has heard and the changes that have settled since the previous
 decision, each with its time. So a replay can be in the same state.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from dynamoth.recording import (
     channel_text,
 )
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.decide.cluster import Ratios
+from dynamoth_balancer.decide.history import MadeDecision
 from dynamoth_balancer.events import Decided, PlanChanged
 from dynamoth_balancer.install.hearing import HeardReport
 from dynamoth_balancer.options import BalancerOptions
@@ -46,9 +46,6 @@ SETTINGS_REPEAT_S = 10.0
 
 SETTLED_MAX = 1000
 """Most settled changes that a decision names; the oldest are left out."""
-
-OUTCOMES_MAX = 100
-"""Most decisions without a measured outcome; the oldest are forgotten."""
 
 ROWS_PER_MESSAGE_MAX = 1000
 """Most rows of one message: some 200 KB, far below ``ROWS_MAX`` and the output buffer of a subscriber in Redis."""
@@ -63,40 +60,19 @@ _COLUMNS = {
 """The columns of a message, by table."""
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """A decision whose outcome has not been measured."""
-
-    decision: int
-    #: Load ratios of each server that it touches: before the first move, and predicted after the last one.
-    ratios: Mapping[str, Ratios]
-    #: Its channels that have not settled.
-    unsettled: set[bytes]
-    #: When to measure; None while some channels have not settled.
-    due: float | None = None
-
-
 class Records:
     """Gathers the rows of one balancer process.
 
     Args:
         incarnation: of the balancer.
         options: of the balancer.
-        load_ratio: returns the load ratio of a server at a time, or None if it is not known.
         reports: the reports heard since the last decision. Each decision empties it.
 
     """
 
-    def __init__(
-        self,
-        incarnation: int,
-        options: BalancerOptions,
-        load_ratio: Callable[[str, float], float | None],
-        reports: deque[HeardReport],
-    ) -> None:
+    def __init__(self, incarnation: int, options: BalancerOptions, reports: deque[HeardReport]) -> None:
         self._incarnation = incarnation
         self._options = options
-        self._load_ratio = load_ratio
         self._reports = reports
         #: The changes that have settled since the last decision, and when.
         self._settled: deque[tuple[float, bytes]] = deque(maxlen=SETTLED_MAX)
@@ -106,7 +82,6 @@ class Records:
         self._rows: dict[str, list[tuple[Any, ...]]] = {}
         #: The number of the latest message.
         self._number = 0
-        self._outcomes: deque[_Outcome] = deque(maxlen=OUTCOMES_MAX)
         self._settings_at = 0.0
 
     def begin_term(self, now: float) -> None:
@@ -114,8 +89,7 @@ class Records:
         self._settings_at = now
 
     def end_term(self) -> None:
-        """Forget decisions whose outcome can no longer be measured."""
-        self._outcomes.clear()
+        """Forget what is not published."""
         self._rows.clear()
         self._settled.clear()
 
@@ -147,15 +121,13 @@ class Records:
         return {"clock_s": now, "reports": reports, "settled": settled}
 
     def on_decision(self, decided: Decided, now: float) -> None:
-        """Record the moves and findings of a decision. If its moves begin, their outcome will be measured."""
+        """Record the moves and findings of a decision."""
         number, moves = decided.number, decided.decision.moves
         state = self._state(now)
-        touched: dict[str, Ratios] = {}
         for move in moves:
             row = {"decision": number, "kind": DecisionKind.MOVE, "goal": move.goal, "reason": move.reason}
             places = {"channel": channel_text(move.channel), **_assignments(move.before, move.after)}
             for server, ratios in move.ratios.items():
-                touched[server] = Ratios(touched.get(server, ratios).before, ratios.after)
                 predicted = {"server": server, "ratio_before": ratios.before, "ratio_predicted": ratios.after}
                 self._add(DECISIONS, **row, **places, **predicted, **state)
                 state = {}
@@ -175,32 +147,26 @@ class Records:
         if decided.refused:
             reason = f"the moves cannot be carried out now: {decided.refused}"
             self._add(DECISIONS, decision=number, kind=DecisionKind.FINDING, reason=reason)
-        elif moves:
-            self._outcomes.append(_Outcome(number, touched, {move.channel for move in moves}))
 
     def on_settled(self, channels: Iterable[bytes], now: float) -> None:
-        """Note settled changes. A decision whose last change this was is measured ``averaging_s`` later."""
-        settled = frozenset(channels)
-        self._settled.extend((now, channel) for channel in settled)
-        for outcome in self._outcomes:
-            outcome.unsettled -= settled
-            if outcome.due is None and not outcome.unsettled:
-                outcome.due = now + self._options.averaging_s
+        """Note settled changes."""
+        self._settled.extend((now, channel) for channel in frozenset(channels))
+
+    def on_outcome(self, made: MadeDecision) -> None:
+        """Record what was measured after the moves of a decision had settled."""
+        for server, ratios in made.ratios.items():
+            self._add(
+                DECISIONS,
+                decision=made.number,
+                kind=DecisionKind.OUTCOME,
+                server=server,
+                ratio_before=ratios.before,
+                ratio_predicted=ratios.after,
+                ratio_measured=made.measured[server],
+            )
 
     def tick(self, now: float) -> None:
-        """Record the outcomes and settings that are due."""
-        for outcome in [each for each in self._outcomes if each.due is not None and each.due <= now]:
-            self._outcomes.remove(outcome)
-            for server, ratios in outcome.ratios.items():
-                self._add(
-                    DECISIONS,
-                    decision=outcome.decision,
-                    kind=DecisionKind.OUTCOME,
-                    server=server,
-                    ratio_before=ratios.before,
-                    ratio_predicted=ratios.after,
-                    ratio_measured=self._load_ratio(server, now),
-                )
+        """Record the settings when they are due."""
         if self._plan is not None and now >= self._settings_at:
             self._settings_at = now + SETTINGS_REPEAT_S
             for name, value in describe_settings(self._options, self._plan):

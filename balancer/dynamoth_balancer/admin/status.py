@@ -12,7 +12,8 @@ from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Assignment, Entry, Phase, Plan, Route
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.decide.cluster import Decision, Move
+from dynamoth_balancer.decide.cluster import Move
+from dynamoth_balancer.decide.history import MadeDecision
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.installer import Installer, Transition
@@ -24,25 +25,39 @@ ENTRIES_PER_PAGE_MAX = 1000
 """Bounds of what one reply holds: about 100 KB."""
 
 
-def describe_decisions(decisions: Iterable[tuple[int, float, Decision]], now: float) -> list[dict[str, Any]]:
-    """Return decisions, each with its number and time, as data."""
-    return [
-        {
-            "number": number,
-            "age_s": now - at,
-            "moves": len(decision.moves),
-            "first_moves": [_describe_move(move) for move in decision.moves[:MOVES_SHOWN_MAX]],
-            "findings": [asdict(finding) for finding in decision.findings[:MOVES_SHOWN_MAX]],
-        }
-        for number, at, decision in decisions
-    ]
+def describe_decisions(decisions: Iterable[MadeDecision], now: float) -> list[dict[str, Any]]:
+    """Return decisions, with what came of them, as data."""
+    return [describe_decision(made, now) for made in decisions]
 
 
-def _describe_move(move: Move) -> dict[str, Any]:
+def describe_decision(made: MadeDecision, now: float, moves_max: int = MOVES_SHOWN_MAX) -> dict[str, Any]:
+    """Return one decision as data, with up to ``moves_max`` of its moves and findings.
+
+    ``load_ratios`` has the servers that its moves touch, each with ``before``, ``predicted``, and ``measured``: None
+    until ``averaging_s`` after the last move has settled.
+    """
+    moves, findings = made.decision.moves, made.decision.findings
+    return {
+        "number": made.number,
+        "age_s": now - made.at,
+        "progress": made.progress.value,
+        "refused": made.refused,
+        "moves": len(moves),
+        "first_moves": [describe_move(move) for move in moves[:moves_max]],
+        "findings": [asdict(finding) for finding in findings[:moves_max]],
+        "load_ratios": {
+            server: {"before": ratios.before, "predicted": ratios.after, "measured": made.measured.get(server)}
+            for server, ratios in made.ratios.items()
+        },
+    }
+
+
+def describe_move(move: Move) -> dict[str, Any]:
     """Return a move as data. The load ratios ``from`` and ``to`` are those of the busiest old and new server."""
     source, target = move.ratios[move.source], move.ratios[move.target]
     return {
         "channel": move.channel,
+        "goal": move.goal,
         "mode_before": mode_name(move.before.mode),
         "mode_after": mode_name(move.after.mode),
         "from": ",".join(move.before.servers),
@@ -53,6 +68,7 @@ def _describe_move(move: Move) -> dict[str, Any]:
         "load_ratio_to_before": target.before,
         "load_ratio_to_after": target.after,
         "load_ratios": {server: [ratios.before, ratios.after] for server, ratios in move.ratios.items()},
+        "outgoing_bytes_per_s": dict(move.loads),
     }
 
 
@@ -65,7 +81,7 @@ def describe_channels(installer: Installer | None, now: float) -> dict[str, Any]
         "entries": len(entries),
         "replicated": len(replicated),
         "replicated_channels": [
-            _describe_entry(channel, entries[channel]) for channel in heapq.nsmallest(REPLICATED_SHOWN_MAX, replicated)
+            describe_entry(channel, entries[channel]) for channel in heapq.nsmallest(REPLICATED_SHOWN_MAX, replicated)
         ],
         "in_transition": len(transitions),
         "transitions": [
@@ -132,6 +148,24 @@ def _describe_report(report: Report | None) -> dict[str, Any]:
     }
 
 
+def describe_resources(report: Report) -> dict[str, dict[str, float]]:
+    """Return what a server uses of each resource, by its latest report: ``used``, ``maximum`` and ``ratio``.
+
+    A resource without a known maximum is left out.
+    """
+    resources = {
+        "outgoing_bytes_per_s": (report.outgoing_bytes_per_s, report.outgoing_bytes_per_s_max),
+        "cpu": (report.cpu_ratio, 1.0),
+        "memory_bytes": (report.memory_bytes, report.memory_bytes_max),
+        "connections": (report.connections, report.connections_max),
+    }
+    return {
+        name: {"used": float(used), "maximum": float(maximum), "ratio": used / maximum}
+        for name, (used, maximum) in resources.items()
+        if maximum
+    }
+
+
 def plan_page(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of the plan; see :mod:`dynamoth_balancer.admin.api`. Raises RequestRefused."""
     channel = arguments.get("channel")
@@ -145,7 +179,7 @@ def plan_page(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if channel is not None:
         if not isinstance(channel, bytes):
             raise RequestRefused("the argument channel of the command plan must be bytes")
-        return {**page, "entries": [_describe_entry(channel, plan.entry(channel))]}
+        return {**page, "entries": [describe_entry(channel, plan.entry(channel))]}
     after, limit = arguments.get("after"), arguments.get("limit", ENTRIES_PER_PAGE_MAX)
     if not (after is None or isinstance(after, bytes)):
         raise RequestRefused("the argument after of the command plan must be bytes")
@@ -153,12 +187,13 @@ def plan_page(plan: Plan, arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestRefused(f"the argument limit of the command plan must be from 1 to {ENTRIES_PER_PAGE_MAX}")
     names = (name for name in plan.entries if after is None or name > after)
     found = heapq.nsmallest(limit + 1, names)
-    page["entries"] = [_describe_entry(name, plan.entries[name]) for name in islice(found, limit)]
+    page["entries"] = [describe_entry(name, plan.entries[name]) for name in islice(found, limit)]
     page["next"] = found[limit - 1] if len(found) > limit else None
     return page
 
 
-def _describe_entry(channel: bytes, entry: Entry) -> dict[str, Any]:
+def describe_entry(channel: bytes, entry: Entry) -> dict[str, Any]:
+    """Return what the plan says of a channel, as data."""
     return {
         "channel": channel,
         "phase": entry.phase.name.lower(),

@@ -335,7 +335,10 @@ class Cluster:
 
 
 class Goal(Protocol):
-    """One aim of the balancer. ``name`` is the one that records show."""
+    """One aim of the balancer. ``name`` is the one that records show.
+
+    What a goal remembers is its own, as a copy of it (``copy.deepcopy``) must be able to decide without an effect.
+    """
 
     name: str
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import replace
 
+from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth_balancer.decide.cluster import (
     ChannelFigures,
@@ -23,12 +25,12 @@ from dynamoth_balancer.decide.cluster import (
     ServerLoad,
     decide,
 )
+from dynamoth_balancer.decide.history import History, MadeDecision
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.install import book
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
 
-DECISIONS_KEPT_MAX = 20
 FINDING_REPEAT_S = 60.0
 """A decision without moves is repeated only when its findings change, or after this time."""
 
@@ -53,9 +55,8 @@ class Decider:
         self._options = options
         #: Whether the balancer makes no plans of its own; requests of administrators are still carried out.
         self.paused = False
-        #: The latest decisions with their numbers (from 1) and times, oldest first.
-        self.decisions: deque[tuple[int, float, Decision]] = deque(maxlen=DECISIONS_KEPT_MAX)
-        self._made = 0
+        #: The latest decisions and moves, and what came of them.
+        self.history = History(options.averaging_s)
         #: The findings when the goals were last asked.
         self.unreached: Sequence[Finding] = ()
         #: Since when servers that can take part have not reported often enough; None while all have.
@@ -97,6 +98,15 @@ class Decider:
             if any(map(is_replicated, assignments)):
                 self._rested_at[channel] = now + self._options.replication_rest_s
 
+    def rests_s(self, channel: bytes, now: float) -> float:
+        """Return for how long the balancer does not move a channel or slot, as it has moved lately."""
+        moves_from = self._moved_at.get(channel, -math.inf) + self._options.channel_rest_s
+        return max(0.0, moves_from - now, self._rested_at.get(channel, -math.inf) - now)
+
+    def is_held(self, channel: bytes, assignment: Assignment) -> bool:
+        """Return whether the balancer leaves a channel as an administrator has replicated it."""
+        return self._held.get(channel) == assignment
+
     def hold(self, channel: bytes, assignment: Assignment) -> None:
         """Leave a channel as an administrator has replicated it, until somebody changes it or it must leave."""
         if not self._options.draining.isdisjoint(assignment.servers):
@@ -105,30 +115,69 @@ class Decider:
         if len(self._held) > HELD_MAX:
             self._held.popitem(last=False)
 
-    def look(self, installer: Installer, now: float) -> Decision | None:
+    def look(self, installer: Installer, now: float) -> MadeDecision | None:
         """Return a decision, if it is time and there are moves or new findings."""
         if now < self._look_at:
             return None
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
         self._watch_replicas(installer, now)
-        if self.paused or now < self._plan_at or self._is_busy(installer, now) or installer.rules_rest(now):
+        if next(self.obstacles(installer, now), None) is not None:
             return None
-        cluster = self.cluster(installer, now)
-        decision = decide(self._goals, cluster)
+        decision, _ = self._ask_goals(installer, now)
         if self._awaits_reports(installer, now) and not decision.moves:
             return None  # it is not known yet which goals can be reached
         self.unreached = decision.findings
-        for figures in cluster.figures:
-            self._unwanted.pop(figures.channel, None)  # it was considered
         if decision.moves:
             self.wait(now)
         elif not decision.findings or not self._is_news(decision, now):
             return None
         self._findings_at = now
-        self._made += 1
-        self.decisions.append((self._made, now, decision))
-        return decision
+        return self.history.add(decision, now)
+
+    def decide_now(self, installer: Installer, now: float) -> tuple[MadeDecision, Cluster]:
+        """Return a decision even while the balancer is paused or waits between two plans, and the cluster after it.
+
+        Raises:
+            RequestRefused: changes are under way, or may not begin yet.
+
+        """
+        for obstacle in self._changes_under_way(installer, now):
+            raise RequestRefused(f"no plan can be made now: {obstacle}; try again then")
+        decision, cluster = self._ask_goals(installer, now)
+        if not decision.moves:
+            return MadeDecision(0, now, decision), cluster
+        self.wait(now)
+        return self.history.add(decision, now), cluster
+
+    def preview(self, installer: Installer, now: float) -> tuple[Decision, Cluster]:
+        """Return the decision that ``look`` would make now if nothing was in its way, and the cluster after it.
+
+        Nothing changes: the goals are copies.
+        """
+        cluster = self.cluster(installer, now)
+        return decide(deepcopy(self._goals), cluster), cluster
+
+    def obstacles(self, installer: Installer, now: float) -> Iterator[str]:
+        """Yield why the balancer makes no plan of its own now, in words for people."""
+        if self.paused:
+            yield "the balancer is paused: 'dynamoth resume' ends that"
+        if now < self._plan_at:
+            yield f"the balancer waits between two plans (wait_s): {self._plan_at - now:.1f} s are left"
+        yield from self._changes_under_way(installer, now)
+
+    def _changes_under_way(self, installer: Installer, now: float) -> Iterator[str]:
+        if self._is_busy(installer, now):
+            yield f"channels and slots are in transition ({len(installer.transitions)}), and must settle first"
+        if (rest_s := installer.rules_rest(now)) > 0:
+            yield f"the compatibility rules have changed, and publishers hear of it first: {rest_s:.1f} s are left"
+
+    def _ask_goals(self, installer: Installer, now: float) -> tuple[Decision, Cluster]:
+        cluster = self.cluster(installer, now)
+        decision = decide(self._goals, cluster)
+        for figures in cluster.figures:
+            self._unwanted.pop(figures.channel, None)  # it was considered
+        return decision, cluster
 
     def cluster(self, installer: Installer, now: float) -> Cluster:
         """Return the servers that can take part in a plan, in the form for the goals."""
@@ -198,6 +247,11 @@ class Decider:
                 rates[slot] += load.outgoing_bytes_per_s
                 cpu[slot] += load.cpu_ratio
         return [ChannelRate(rate, slot, cpu[slot]) for slot, rate in rates.items()]
+
+    def slot_rate(self, slot: bytes, server: str, installer: Installer) -> float:
+        """Return the estimated outgoing bytes/s of a slot at a server; 0 at others."""
+        rates = self._slot_rates(server, installer)
+        return next((rate.outgoing_bytes_per_s for rate in rates if rate.channel == slot), 0.0)
 
     def members(self, slots: Iterable[bytes], installer: Installer) -> dict[bytes, list[bytes]]:
         """Return the channels of slots in transition that reports of their old servers name."""
@@ -298,7 +352,8 @@ class Decider:
     def _is_news(self, decision: Decision, now: float) -> bool:
         if now - self._findings_at >= FINDING_REPEAT_S:
             return True
-        return not self.decisions or _summary(self.decisions[-1][2]) != _summary(decision)
+        made = self.history.decisions
+        return not made or _summary(made[-1].decision) != _summary(decision)
 
     def _forget(self, now: float) -> None:
         rest = self._options.channel_rest_s

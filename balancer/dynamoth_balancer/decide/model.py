@@ -375,6 +375,10 @@ class ClusterModel:
         latest = self._servers[server].latest
         return "" if latest is None else self._bounds.why_full(self._bounds.fixed(latest))
 
+    def names(self, server: str, channel: bytes) -> bool:
+        """Return whether the latest report of a server names a channel."""
+        return channel in self._servers[server].names
+
     def samples(self, server: str) -> int:
         """Return how many reports are in the average of a server."""
         return len(self._servers[server].samples)

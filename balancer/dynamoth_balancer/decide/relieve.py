@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dynamoth.names import in_quotes
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
 from dynamoth_balancer.decide.resources import Resource
-from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.decide.worth import Worth, judge
 
 NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
 """Why nothing leaves a server whose agent has been blind from the first second on."""
@@ -66,7 +66,7 @@ class Relieve:
             if target is None:
                 break
             move = cluster.move(load, source, target, reason)
-            if _improves(move, options) and cluster.take(move):
+            if judge(move, options) is Worth.WORTH_IT and cluster.take(move):
                 moves.append(move)
         if source.load_ratio > options.load_ratio_high:
             stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
@@ -97,13 +97,3 @@ def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[Channel
         what = f"channel {in_quotes(busiest.channel)} alone makes load ratio {ratio:.2f} here"
         return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"
     return "its channels rest, are in transition, or would overload any other server: add servers"
-
-
-def _improves(move: Move, options: BalancerOptions) -> bool:
-    """Return whether a move is worth it: the one score for both the source and the target."""
-    source, target = move.ratios[move.source], move.ratios[move.target]
-    accepted = target.after <= options.accept_ratio
-    much_better = target.after <= source.before - options.much_better_ratio
-    smaller_by_margin = target.after <= source.before - options.improvement_ratio_min
-    smaller = max(source.after, target.after) < max(source.before, target.before)
-    return (accepted or much_better) and smaller_by_margin and smaller
