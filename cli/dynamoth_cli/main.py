@@ -55,6 +55,8 @@ COMMANDS = {
     "balancer": Command("dynamoth_cli.commands.balancer", "run the balancer of a cluster", "balancer"),
     "status": Command("dynamoth_cli.commands.status", "show servers, agents, load and balancer", "cli"),
     "plan": Command("dynamoth_cli.commands.plan", "show, move and replicate channels; compatibility rules"),
+    "explain": Command("dynamoth_cli.commands.explain", "why a channel is where it is, and what a server carries"),
+    "rebalance": Command("dynamoth_cli.commands.rebalance", "show what the balancer would do now, or make it do so"),
     "acl": Command(
         "dynamoth_cli.commands.acl", "print Redis users with the rights of agents, balancer, clients and operators"
     ),

@@ -11,6 +11,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def duration(seconds: float) -> str:
+    """Return a length of time for people: ``95 s``, ``12 min``, ``5 h``, ``3 days``."""
+    for unit, size in ((" days", 86_400), (" h", 3600), (" min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f} s"
+
+
 def channel_name(channel: bytes) -> str:
     """Return the name of a channel, or a pattern, for people. Bytes that are no UTF-8 are escaped."""
     return channel.decode(errors="backslashreplace")

@@ -161,7 +161,8 @@ class _ObedientMachine(BalancerMachine):
     def proposal(self, now: float) -> Decision | None:
         """Return the decision that it would make now; None where it is not time, or there is nothing to do."""
         assert self._at_work is not None, "it leads"
-        return self._decider.look(self._at_work, now)
+        made = self._decider.look(self._at_work, now)
+        return None if made is None else made.decision
 
     def carry_out(self, assignments: Mapping[bytes, Assignment], now: float) -> list[BalancerAction]:
         """Begin changes. Raises RequestRefused."""

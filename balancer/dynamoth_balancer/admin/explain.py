@@ -139,10 +139,11 @@ class Explainer:
         servers = [*dict.fromkeys(server for route in entry.live_routes for server in route.assignment.servers)]
         rates = {server: self._rate(installer, server, channel) for server in servers}
         loads = {server: self._model.load(server, now) for server in servers}
-        is_known = entry.phase is Phase.SETTLED and not is_slot(channel)
+        reported = any(self._model.names(server, channel) for server in servers)
+        is_known = reported and entry.phase is Phase.SETTLED
         figures = self._model.figures({channel: entry.route.assignment} if is_known else {})
         return {
-            "reported": any(self._model.names(server, channel) for server in servers),
+            "reported": reported,
             "outgoing_bytes_per_s": rates,
             "load_ratio": {
                 server: None if load is None else rates[server] / load.outgoing_bytes_per_s_max

@@ -87,7 +87,7 @@ def _add_change(commands: Any, name: str, summary: str, description: str) -> arg
     parser.add_argument("channel", metavar="CHANNEL", type=_channel)
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         default=CHANGE_TIMEOUT_S,
         metavar="S",
         help="how long to wait (default %(default)g s)",
@@ -269,7 +269,8 @@ def _route_as_json(route: Route) -> dict[str, Any]:
     return {"mode": route.assignment.mode.name, "servers": list(route.assignment.servers), "epoch": route.epoch}
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Read a timeout of a change. Raises ArgumentTypeError, which argparse shows with the name of the option."""
     value = number(text)
     if not 0 < value <= CHANGE_TIMEOUT_S_MAX:
         raise argparse.ArgumentTypeError(f"more than 0 s expected, at most {CHANGE_TIMEOUT_S_MAX:g} s, not {text}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,13 +14,12 @@ from rich.markup import escape
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.machine.events import ErrorReply
 from dynamoth.names import AGENT_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
-from dynamoth.plan.plan import Mode
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
-from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.admin.health import Severity, no_agent, several_agents
 from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_all, ask_balancer, read_header
 from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.commands import compatibility
+from dynamoth_cli.decisions import describe_decision, to_json
 from dynamoth_cli.numbers import channel_name, counted
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
@@ -36,8 +34,6 @@ RECORDER_FAILING = (
     "a recorder cannot write its recording, so rows will be lost: make room on its disk; its log and /readyz say more"
 )
 
-SINGLE = mode_name(Mode.SINGLE)
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
@@ -49,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the state of the cluster. The exit code is 1 when it has a problem that is an error, not a warning."""
     status = asyncio.run(read_status(access_of(arguments)))
     if arguments.json:
-        sys.stdout.write(json.dumps(status, indent=2, default=_as_json) + "\n")
+        sys.stdout.write(to_json(status))
     else:
         show(status, Console())
     return 1 if any(problem["severity"] == Severity.ERROR.value for problem in status["problems"]) else 0
@@ -236,7 +232,7 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
     if (more := balancer.get("replicated", 0) - REPLICATED_SHOWN_MAX) > 0:
         lines.append(f"replicated: {more} more, see 'dynamoth plan show'")
     for decision in balancer["decisions"][-DECISIONS_SHOWN_MAX:]:
-        lines += _describe_decision(decision)
+        lines += describe_decision(decision, MOVES_SHOWN_MAX)
     return lines
 
 
@@ -258,35 +254,5 @@ def _draining(server: str, channels_left: int | None, channels_named: int | None
     return f"draining: {server}; {left or 'nothing'} {verb if left else 'is'} left there"
 
 
-def _describe_decision(decision: Mapping[str, Any]) -> list[str]:
-    when = f"{decision['age_s']:.0f} s ago"
-    lines = [
-        f"{when}: {channel_name(move['channel'])} from {_place(move, 'from', 'mode_before')}"
-        f" to {_place(move, 'to', 'mode_after')}: {move['reason']} ({_ratios(move)})"
-        for move in decision["first_moves"][:MOVES_SHOWN_MAX]
-    ]
-    if (more := decision["moves"] - MOVES_SHOWN_MAX) > 0:
-        lines.append(f"{when}: {counted(more, 'more move')}")
-    lines += [
-        f"{when}: {finding['server']} was left at load ratio {finding['load_ratio']:.2f}: {finding['reason']}"
-        for finding in decision["findings"][:MOVES_SHOWN_MAX]
-    ]
-    return lines
-
-
-def _place(move: Mapping[str, Any], servers: str, mode: str) -> str:
-    name = move.get(mode, SINGLE)
-    return str(move[servers]) if name == SINGLE else f"{move[servers]} {name}"
-
-
-def _ratios(move: Mapping[str, Any]) -> str:
-    ratios: Mapping[str, Any] = move.get("load_ratios", {})
-    return ", ".join(f"{server} {before:.2f} -> {after:.2f}" for server, (before, after) in ratios.items())
-
-
 def _shown(value: Any, form: str = "{}", factor: float = 1) -> str:
     return "-" if value is None else form.format(value if factor == 1 else value * factor)
-
-
-def _as_json(value: object) -> str:
-    return channel_name(value) if isinstance(value, bytes) else str(value)
