@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -231,6 +232,8 @@ class Cluster:
         self.moves = Moves()
         #: What administrators were answered, by the number of the request: None, or why not.
         self.answers: dict[int, str | None] = {}
+        #: And the results of requests of scenarios.
+        self.results: dict[int, Mapping[str, Any]] = {}
         self._names: dict[int, str] = {}
         #: The latest parsed plan of each server, and its fields: plans are asked for far more often than they change.
         self._parsed: dict[str, tuple[dict[bytes, bytes], Plan | None]] = {}
@@ -371,6 +374,12 @@ class Cluster:
         where = {} if server is None else {"server": server, "plain": True}
         return self._ask("compatibility", {"action": action, "pattern": pattern, **where})
 
+    def ask(self, command: str, arguments: Mapping[str, Any]) -> int:
+        """Ask the balancer for something else; return the number of the request. ``results`` will have the result."""
+        request = self._ask(command, dict(arguments))
+        self.results[request] = {}
+        return request
+
     def _is_replicated(self, channel: bytes) -> bool:
         newest = self.newest_plan()
         return newest is not None and newest.entry(channel).route.assignment.mode is not Mode.SINGLE
@@ -384,6 +393,8 @@ class Cluster:
     def _answered(self, action: Any) -> None:
         assert type(action) is Answered, f"not an action of an administrator: {action!r}"
         self.answers[action.request] = action.error
+        if action.request in self.results:
+            self.results[action.request] = action.result
         if action.error is None:
             self.moves.settled += 1
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Answered:
 
     request: int
     error: str | None
+    result: Mapping[str, Any]
 
 
 class Administrator:
@@ -88,4 +89,4 @@ class Administrator:
         if not isinstance(reply, AdminReply) or self.unanswered.pop(reply.request, None) is None:
             return []
         leave = [Send(link, (b"UNSUBSCRIBE", operator_inbox(reply.request))) for link in self._up]
-        return [*leave, Answered(reply.request, reply.error)]
+        return [*leave, Answered(reply.request, reply.error, reply.result)]

@@ -8,6 +8,7 @@ from dynamoth_sim.scenarios import (
     elastic,
     failure,
     observation,
+    operator,
     patterns,
     published_protocol,
     recording,
@@ -31,6 +32,7 @@ SCENARIOS: dict[str, Scenario] = dict(
             **observation.SCENARIOS,
             **recording.SCENARIOS,
             **elastic.SCENARIOS,
+            **operator.SCENARIOS,
         }.items()
     )
 )

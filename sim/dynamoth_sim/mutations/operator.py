@@ -1,0 +1,48 @@
+"""Mutations for the scenarios of operators. See ``mutations``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from dynamoth_balancer.admin.rebalance import Rebalance
+from dynamoth_balancer.decide.cluster import Cluster, Decision
+from dynamoth_balancer.decide.decider import Decider
+from dynamoth_balancer.decide.history import History, MadeDecision
+from dynamoth_balancer.install.installer import Installer
+from dynamoth_sim.mutations.mutation import Check, no_actions, replaced
+
+
+def rehearsals_are_real() -> AbstractContextManager[None]:
+    """A dry run begins the moves that it shows."""
+    begin = Rebalance.begin
+
+    def begin_really(self: Rebalance, installer: Any, arguments: Mapping[str, Any], now: float) -> Any:
+        return begin(self, installer, {**arguments, "dry_run": False}, now)
+
+    return replaced(Rebalance, begin=begin_really)
+
+
+def a_pause_stops_operators() -> AbstractContextManager[None]:
+    """A balancer that is paused makes no decision for an operator either."""
+    decide_now = Decider.decide_now
+
+    def refuse(self: Decider, installer: Installer, now: float) -> tuple[MadeDecision, Cluster]:
+        if self.paused:
+            return MadeDecision(0, now, Decision()), self.cluster(installer, now)
+        return decide_now(self, installer, now)
+
+    return replaced(Decider, decide_now=refuse)
+
+
+def nothing_is_measured() -> AbstractContextManager[None]:
+    """The balancer does not look at what came of its decisions."""
+    return replaced(History, measure=no_actions)
+
+
+CHECKS = (
+    Check("80-rehearsed", rehearsals_are_real, "expected"),
+    Check("80-rehearsed", a_pause_stops_operators, "expected"),
+    Check("80-rehearsed", nothing_is_measured, "expected"),
+)
