@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_a_server_shows_its_load_its_channels_and_its_decisions() -> None:
     found = explain(cluster, b"s2")
     assert (found["kind"], found["server"], found["why_not"], found["why_not_to"]) == ("server", "s2", "", "")
     assert found["status"]["load_ratio"] == pytest.approx(0.5)
-    assert found["resources"]["outgoing_bytes_per_s"] == {"used": 500_000, "maximum": CAPACITY, "ratio": 0.5}
+    assert found["status"]["resource_ratios"]["outgoing"] == pytest.approx(0.5)
     [busiest] = found["busiest"]
     assert (busiest["channel"], busiest["servers"]) == (first, ["s2"]) and busiest["load_ratio"] == pytest.approx(0.5)
     [decision] = found["decisions"]
@@ -169,6 +170,14 @@ def test_a_server_shows_findings_and_why_it_takes_no_part() -> None:
     assert "the agent of server s2 is not heard" in explain(cluster, b"s2")["why_not"]
     found = explain(cluster, b"s3")
     assert found["why_not"] == "" and "is being drained" in found["why_not_to"] and found["status"]["draining"]
+
+
+def test_a_full_server_says_of_what() -> None:
+    cluster, _ = started(options=QUICK)
+    cluster.agents["s2"].amend = lambda report: replace(report, connections=95, connections_max=100)
+    cluster.run(3)
+    found = explain(cluster, b"s2")
+    assert (found["why_not"], found["why_not_to"]) == ("", "it uses 0.95 of its connections")
 
 
 def test_the_kind_decides_what_a_name_means() -> None:

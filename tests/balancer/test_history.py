@@ -17,6 +17,7 @@ from dynamoth_balancer.decide.history import (
     PastMove,
     Progress,
 )
+from dynamoth_balancer.decide.resources import Load
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import Balancer, SimCluster, started
 from tests.balancer.traffic import CAPACITY
@@ -27,7 +28,7 @@ QUICK = BalancerOptions(wait_s=5.0, averaging_s=3.0, channel_rest_s=10.0)
 
 def move(channel: bytes, source: tuple[float, float], target: tuple[float, float], to: str = "s2") -> Move:
     ratios = {"s1": Ratios(*source), to: Ratios(*target)}
-    return Move(channel, single("s1"), single(to), "too much", ratios, {"s1": -1.0, to: 1.0}, "relieve")
+    return Move(channel, single("s1"), single(to), "too much", ratios, {"s1": Load(-1.0), to: Load(1.0)}, "relieve")
 
 
 TWO = Decision((move(b"a", (0.9, 0.7), (0.1, 0.3)), move(b"b", (0.7, 0.6), (0.2, 0.3), "s3")))
@@ -117,7 +118,8 @@ def test_status_shows_what_was_predicted_and_measured() -> None:
     for server in ("s1", "s2"):
         ratios = decision["load_ratios"][server]
         assert ratios["measured"] == pytest.approx(ratios["predicted"]) and ratios["before"] != ratios["predicted"]
-    assert sum(decision["first_moves"][0]["outgoing_bytes_per_s"].values()) == 0
+    loads = decision["first_moves"][0]["loads"]
+    assert loads["s2"]["outgoing_bytes_per_s"] == -loads["s1"]["outgoing_bytes_per_s"] > 0
 
 
 def test_what_was_measured_differs_from_the_prediction_when_the_load_has_changed() -> None:

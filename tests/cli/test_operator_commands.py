@@ -205,13 +205,12 @@ def test_a_channel_in_transition_is_explained() -> None:
 def test_a_server_is_explained() -> None:
     busiest = {"channel": b"hot", "load_ratio": 0.31, "subscribers": 1.0, "publications_per_s": 9.0}
     made = {"number": 3, "age_s": 50.0, "progress": "measured", "before": 0.9, "predicted": 0.6, "measured": 0.62}
+    used = {"outgoing_bytes_per_s": 62e6, "cpu_ratio": 0.05, "connections": 10, "memory_bytes": 2_500_000}
+    ratios = {"outgoing": 0.62, "cpu": 0.05, "connections": 0.001, "memory": 0.25}
+    resources = {**used, "resource_ratios": ratios}
     server = {
         "server": "s1",
-        "status": {"load_ratio": 0.62, "agent": "alive", "draining": False, "channels": 5},
-        "resources": {
-            "outgoing_bytes_per_s": {"used": 62e6, "maximum": 100e6, "ratio": 0.62},
-            "connections": {"used": 10.0, "maximum": 100.0, "ratio": 0.1},
-        },
+        "status": {"load_ratio": 0.62, "agent": "alive", "draining": False, "channels": 5, **resources},
         "why_not": "",
         "why_not_to": "it is new",
         "slots": 2048,
@@ -224,8 +223,10 @@ def test_a_server_is_explained() -> None:
     lines = list(describe_server(server))
     assert lines == [
         "s1 has load ratio 0.62, 2048 slots, agent alive",
-        "   62.0%  62.00 of 100.00 MB/s out",
-        "   10.0%  10.00 of 100.00 connections",
+        "  outgoing: 0.620 (62.00 MB/s)",
+        "  cpu: 0.050 (0.05 cores)",
+        "  connections: 0.001 (10)",
+        "  memory: 0.250 (2.5 MB)",
         "  gets no channels: it is new",
         "  5 active channels; the busiest:",
         "    (load ratio 0.310) hot: 9.0 publications/s to 1 subscriber",
@@ -234,7 +235,8 @@ def test_a_server_is_explained() -> None:
         "  s1 was left at load ratio 0.62: add servers",
         "  next: hot from s1 to s2: too much (s1 0.90 -> 0.40, s2 0.10 -> 0.60)",
     ]
-    unknown = {**server, "why_not": "it is down", "status": {"load_ratio": None, "agent": "silent", "draining": True}}
+    silent: dict[str, Any] = {"load_ratio": None, "agent": "silent", "draining": True, "resource_ratios": {}}
+    unknown = {**server, "why_not": "it is down", "status": silent}
     lines = list(describe_server(unknown))
     assert lines[0] == "s1 has unknown load, 2048 slots, agent silent, being drained"
     assert "  takes part in no change: it is down" in lines and not any("gets no" in line for line in lines)

@@ -29,8 +29,8 @@ its own now), and for a channel or slot:
 
 For a server:
 
-``server``, ``status``, ``resources``
-    Its id, its part of the status, and what it uses: see :func:`~dynamoth_balancer.admin.status.describe_resources`.
+``server``, ``status``
+    Its id, and its part of the status, with what it uses of each resource.
 ``why_not``, ``why_not_to``
     Why it takes part in no change, and why it gets no channels; empty where it does.
 ``slots``, ``busiest``
@@ -45,7 +45,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from heapq import nlargest
 from typing import Any
 
 from dynamoth.errors import RequestRefused
@@ -53,8 +52,8 @@ from dynamoth.names import in_quotes, is_user_channel, logical_channel
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase
 from dynamoth.plan.slots import is_slot, slot_number, slot_of
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.admin.status import describe_entry, describe_move, describe_resources
-from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, Cluster, Decision
+from dynamoth_balancer.admin.status import describe_entry, describe_move
+from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Decision, busiest_first
 from dynamoth_balancer.decide.decider import Decider
 from dynamoth_balancer.decide.history import MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
@@ -137,25 +136,19 @@ class Explainer:
 
     def _load(self, installer: Installer, channel: bytes, entry: Entry, now: float) -> dict[str, Any]:
         servers = [*dict.fromkeys(server for route in entry.live_routes for server in route.assignment.servers)]
-        rates = {server: self._rate(installer, server, channel) for server in servers}
+        rates = {server: self._decider.rate(channel, server, installer) for server in servers}
         loads = {server: self._model.load(server, now) for server in servers}
         reported = any(self._model.names(server, channel) for server in servers)
         is_known = reported and entry.phase is Phase.SETTLED
         figures = self._model.figures({channel: entry.route.assignment} if is_known else {})
         return {
             "reported": reported,
-            "outgoing_bytes_per_s": rates,
+            "outgoing_bytes_per_s": {server: rate.outgoing_bytes_per_s for server, rate in rates.items()},
             "load_ratio": {
-                server: None if load is None else rates[server] / load.outgoing_bytes_per_s_max
-                for server, load in loads.items()
+                server: None if load is None else load.share(rates[server].load) for server, load in loads.items()
             },
             **_clients(next(iter(figures), None)),
         }
-
-    def _rate(self, installer: Installer, server: str, name: bytes) -> float:
-        if is_slot(name):
-            return self._decider.slot_rate(name, server, installer)
-        return self._model.channel_rates(server).get(name, 0.0)
 
     def _why_it_stays(
         self, installer: Installer, channel: bytes, entry: Entry, preview: Decision, now: float
@@ -193,17 +186,16 @@ class Explainer:
             yield "it is replicated: its load asks neither for more servers nor for fewer"
             return
         source = cluster.servers[assignment.servers[0]]
-        rate = self._rate(installer, source.id, channel)
+        load = self._decider.rate(channel, source.id, installer)
         if source.load_ratio <= options.load_ratio_high:
             yield (
                 f"nothing asks for a move: {source.id} has load ratio {source.load_ratio:.2f}, and servers are relieved"
                 f" above {options.load_ratio_high:.2f}"
             )
             return
-        if rate < options.channel_ratio_min * source.outgoing_bytes_per_s_max:
+        if source.share(load.load) < options.channel_ratio_min:
             yield f"it makes too little of the load of {source.id}: less than {options.channel_ratio_min:.1%}"
             return
-        load = ChannelRate(rate, channel)
         moves = [cluster.move(load, source, target, "") for target in cluster.targets if target is not source]
         verdicts = [(move, judge(move, options)) for move in moves]
         better = [move.target for move, worth in verdicts if worth is Worth.WORTH_IT]
@@ -216,14 +208,14 @@ class Explainer:
 
     def _server(self, installer: Installer, server: str, now: float) -> dict[str, Any]:
         preview, _ = self._decider.preview(installer, now)
-        latest = self._model.latest(server)
+        status = self._server_status(server, now)
+        full = f"it uses {status['full']}" if status["full"] else ""
         return {
             "kind": "server",
             "server": server,
-            "status": self._server_status(server, now),
-            "resources": {} if latest is None else describe_resources(latest),
+            "status": status,
             "why_not": installer.why_not(server, now) or "",
-            "why_not_to": installer.why_not_to(server, now) or "",
+            "why_not_to": installer.why_not_to(server, now) or full,
             "slots": len(installer.index.slots_at[server]),
             "busiest": self._busiest(installer, server, now),
             "findings": [asdict(finding) for finding in preview.findings if finding.server == server],
@@ -235,7 +227,8 @@ class Explainer:
 
     def _busiest(self, installer: Installer, server: str, now: float) -> list[dict[str, Any]]:
         load = self._model.load(server, now)
-        busiest = nlargest(BUSIEST_SHOWN_MAX, self._model.channels(server))
+        channels = self._model.channels(server)
+        busiest = (channels if load is None else busiest_first(channels, load))[:BUSIEST_SHOWN_MAX]
         entries = {rate.channel: installer.plan.entry(rate.channel) for rate in busiest}
         settled = {name: each.route.assignment for name, each in entries.items() if each.phase is Phase.SETTLED}
         figures = {each.channel: each for each in self._model.figures(settled)}
@@ -246,7 +239,7 @@ class Explainer:
                 "servers": list(entries[rate.channel].route.assignment.servers),
                 "settled": rate.channel in settled,
                 "outgoing_bytes_per_s": rate.outgoing_bytes_per_s,
-                "load_ratio": None if load is None else rate.outgoing_bytes_per_s / load.outgoing_bytes_per_s_max,
+                "load_ratio": None if load is None else load.share(rate.load),
                 **_clients(figures.get(rate.channel)),
             }
             for rate in busiest

@@ -68,7 +68,7 @@ def describe_move(move: Move) -> dict[str, Any]:
         "load_ratio_to_before": target.before,
         "load_ratio_to_after": target.after,
         "load_ratios": {server: [ratios.before, ratios.after] for server, ratios in move.ratios.items()},
-        "outgoing_bytes_per_s": dict(move.loads),
+        "loads": {server: asdict(load) for server, load in move.loads.items()},
     }
 
 
@@ -145,24 +145,6 @@ def _describe_report(report: Report | None) -> dict[str, Any]:
         "observation_lag_s": report.observation_lag_s,
         "interruptions": report.interruptions,
         "observing": report.observing,
-    }
-
-
-def describe_resources(report: Report) -> dict[str, dict[str, float]]:
-    """Return what a server uses of each resource, by its latest report: ``used``, ``maximum`` and ``ratio``.
-
-    A resource without a known maximum is left out.
-    """
-    resources = {
-        "outgoing_bytes_per_s": (report.outgoing_bytes_per_s, report.outgoing_bytes_per_s_max),
-        "cpu": (report.cpu_ratio, 1.0),
-        "memory_bytes": (report.memory_bytes, report.memory_bytes_max),
-        "connections": (report.connections, report.connections_max),
-    }
-    return {
-        name: {"used": float(used), "maximum": float(maximum), "ratio": used / maximum}
-        for name, (used, maximum) in resources.items()
-        if maximum
     }
 
 

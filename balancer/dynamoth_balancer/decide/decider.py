@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
+from dynamoth.plan.slots import is_slot
 from dynamoth_balancer.decide.cluster import (
     ChannelFigures,
     ChannelRate,
@@ -248,10 +249,10 @@ class Decider:
                 cpu[slot] += load.cpu_ratio
         return [ChannelRate(rate, slot, cpu[slot]) for slot, rate in rates.items()]
 
-    def slot_rate(self, slot: bytes, server: str, installer: Installer) -> float:
-        """Return the estimated outgoing bytes/s of a slot at a server; 0 at others."""
-        rates = self._slot_rates(server, installer)
-        return next((rate.outgoing_bytes_per_s for rate in rates if rate.channel == slot), 0.0)
+    def rate(self, name: bytes, server: str, installer: Installer) -> ChannelRate:
+        """Return the estimated load of a channel or slot at a server."""
+        rates = self._slot_rates(server, installer) if is_slot(name) else self._model.channels(server)
+        return next((rate for rate in rates if rate.channel == name), ChannelRate(0.0, name))
 
     def members(self, slots: Iterable[bytes], installer: Installer) -> dict[bytes, list[bytes]]:
         """Return the channels of slots in transition that reports of their old servers name."""

@@ -17,8 +17,13 @@ MOVES_SHOWN_MAX = 5
 BUSIEST_SHOWN_MAX = 10
 """Bounds of what is shown; ``--json`` has more."""
 
-UNITS = {"outgoing_bytes_per_s": (1e6, "MB/s out"), "cpu": (1.0, "CPU"), "memory_bytes": (1e6, "MB memory")}
-"""How to show resources: divisor and unit. Others are shown as they are, by name."""
+AMOUNTS = {
+    "outgoing": ("outgoing_bytes_per_s", 1e6, "{:.2f} MB/s"),
+    "cpu": ("cpu_ratio", 1.0, "{:.2f} cores"),
+    "connections": ("connections", 1, "{:.0f}"),
+    "memory": ("memory_bytes", 1e6, "{:.1f} MB"),
+}
+"""How much a server uses of a resource: the name in its status, a divisor and a format."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +120,9 @@ def describe_server(answer: Mapping[str, Any]) -> Iterator[str]:
     load = "unknown load" if ratio is None else f"load ratio {ratio:.2f}"
     draining = ", being drained" if status["draining"] else ""
     yield f"{answer['server']} has {load}, {counted(answer['slots'], 'slot')}, agent {status['agent']}{draining}"
-    for name, resource in answer["resources"].items():
-        size, unit = UNITS.get(name, (1.0, name))
-        used, maximum = resource["used"] / size, resource["maximum"] / size
-        yield f"  {resource['ratio']:6.1%}  {used:.2f} of {maximum:.2f} {unit}"
+    for resource, used in status["resource_ratios"].items():
+        name, size, form = AMOUNTS[resource]
+        yield f"  {resource}: {used:.3f} ({form.format(status[name] / size)})"
     if answer["why_not"]:
         yield f"  takes part in no change: {answer['why_not']}"
     elif answer["why_not_to"]:
