@@ -29,6 +29,7 @@ from dynamoth.protocol.envelope import CONTROL, HEARTBEAT, open_envelope
 from dynamoth_balancer.decide.cluster import ChannelFigures
 from dynamoth_balancer.decide.drain import Drain
 from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.worth import Worth
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.patterns.events import PatternGapDetected, PatternMessage
@@ -275,7 +276,7 @@ def noticed_each_time() -> AbstractContextManager[None]:
 
 def any_move() -> AbstractContextManager[None]:
     """The balancer takes every move for an improvement."""
-    return replaced(dynamoth_balancer.decide.relieve, _improves=returning(True))
+    return replaced(dynamoth_balancer.decide.relieve, judge=returning(Worth.WORTH_IT))
 
 
 def everybody_forwards() -> AbstractContextManager[None]:
