@@ -44,5 +44,4 @@ def test_every_scenario_has_a_mutation() -> None:
 
 
 def test_every_known_case_is_there() -> None:
-    cases = {int(name[:2]) for name in SCENARIOS}
-    assert cases == {*range(1, 73), 80, 90}
+    assert {int(name.partition("-")[0]) for name in SCENARIOS} >= set(range(1, 75))

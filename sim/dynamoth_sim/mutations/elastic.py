@@ -30,7 +30,7 @@ def full_servers_are_filled() -> AbstractContextManager[None]:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("90-short-of-cpu", only_bytes_count, "expected"),
-    Check("90-short-of-cpu", largest_first, "expected"),
-    Check("90-short-of-cpu", full_servers_are_filled, "expected"),
+    Check("74-short-of-cpu", only_bytes_count, "expected"),
+    Check("74-short-of-cpu", largest_first, "expected"),
+    Check("74-short-of-cpu", full_servers_are_filled, "expected"),
 )

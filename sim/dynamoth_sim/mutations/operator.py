@@ -42,7 +42,7 @@ def nothing_is_measured() -> AbstractContextManager[None]:
 
 
 CHECKS = (
-    Check("80-rehearsed", rehearsals_are_real, "expected"),
-    Check("80-rehearsed", a_pause_stops_operators, "expected"),
-    Check("80-rehearsed", nothing_is_measured, "expected"),
+    Check("73-rehearsed", rehearsals_are_real, "expected"),
+    Check("73-rehearsed", a_pause_stops_operators, "expected"),
+    Check("73-rehearsed", nothing_is_measured, "expected"),
 )

@@ -45,5 +45,5 @@ def short_of_cpu(stage: Stage) -> None:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "90-short-of-cpu": Scenario(short_of_cpu, cpu_ratio_max=CPU_RATIO_MAX),
+    "74-short-of-cpu": Scenario(short_of_cpu, cpu_ratio_max=CPU_RATIO_MAX),
 }

@@ -73,5 +73,5 @@ VERSIONS_OF_ONE_PLAN = 9
 """Three phases of up to three channels: one plan, however its moves fall apart."""
 
 SCENARIOS: dict[str, Scenario] = {
-    "80-rehearsed": Scenario(rehearsed, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, replicas_max=1),
+    "73-rehearsed": Scenario(rehearsed, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, replicas_max=1),
 }
