@@ -98,6 +98,41 @@ def test_samples_are_bounded() -> None:
 
 
 @given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(st.sampled_from([b"a", b"b", b"c"]), st.integers(0, 10**9), max_size=3),
+            st.floats(0.011, 3.0),
+            st.floats(0.0, 1.0),
+            st.sampled_from(["report", "report", "report", "move", "settle", "restart"]),
+        ),
+        max_size=40,
+    )
+)
+def test_sums_of_channels_are_exact(steps: list[tuple[dict[bytes, int], float, float, str]]) -> None:
+    """Whatever comes and goes, the running sums are those that adding up all samples gives: ``check`` compares."""
+    model = ClusterModel(["s1", "s2"], averaging_s=5.0)
+    now = 0.0
+    for loads, interval_s, cpu_ratio, step in steps:
+        now += interval_s
+        match step:
+            case "move":
+                model.on_moves({channel: (single("s1"), single("s2")) for channel in loads}, now)
+            case "settle":
+                model.on_settled(list(loads), now)
+                model.forget_proven(now)
+            case "restart":
+                model.on_agent_restart("s1")
+            case _:
+                rows = {c: Row(load % 1000, 1, 5, load) for c, load in loads.items()}
+                model.report(traffic.report("s1", rows, interval_s, capacity=CAPACITY, cpu_ratio=cpu_ratio), now)
+        model.check()
+    for _ in range(2):  # the first one may still cover a channel that moves
+        now += 6.0
+        model.report(report("s1", {b"z": 100}), now)
+    assert [load for load in model.channels("s1") if load.channel != b"z"] == [], "nothing is left of what has gone"
+
+
+@given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 2), st.booleans()), min_size=1, max_size=30)
 )
 def test_the_load_of_the_cluster_is_neither_lost_nor_doubled(steps: list[tuple[int, int, int, bool]]) -> None:

@@ -259,7 +259,7 @@ class Decider:
         members: dict[bytes, list[bytes]] = {slot: [] for slot in slots}
         entries, slot_above = installer.plan.entries, installer.plan.slot_above
         for server in {entries[slot].previous[-1].assignment.servers[0] for slot in members}:
-            for channel in self._model.channel_rates(server):
+            for channel in self._model.channel_names(server):
                 if (slot := slot_above(channel)) in members:
                     members[slot].append(channel)
         return members
@@ -275,8 +275,8 @@ class Decider:
         rest = latest.rest  # channels that reports have no room for
         unnamed = rest.channels if rest.subscribers or rest.publications else 0
         named, entry_of = installer.index.named_at[server], installer.plan.entry
-        rates = self._model.channel_rates(server)
-        reported = sum(channel not in named and book.follows(entry_of(channel), server) for channel in rates)
+        names = self._model.channel_names(server)
+        reported = sum(channel not in named and book.follows(entry_of(channel), server) for channel in names)
         return len(named) + reported + unnamed
 
     # Replication.

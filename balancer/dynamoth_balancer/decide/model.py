@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from dynamoth_balancer.decide.resources import (
     deliveries,
     delivery_cpu_s,
 )
+from dynamoth_balancer.decide.samples import Sample, Window, rounded
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S
 
 SAMPLES_MAX = 200
@@ -63,36 +64,6 @@ machines."""
 
 
 @dataclass(slots=True)
-class _Sample:
-    """One report, reduced to the averaged figures: bytes sent in its interval, and parts of all CPU times seconds."""
-
-    begins: float
-    arrived: float
-    interval_s: float
-    #: Of the whole server, without the attributed channels.
-    outgoing_bytes: float
-    cpu_s: float
-    #: What one delivery cost.
-    delivery_cpu_s: float
-    channels: tuple[bytes, ...]
-    #: Of each channel; 0 where it is attributed. The CPU likewise.
-    channel_bytes: array[float]
-    channel_cpu_s: array[float]
-    publications: array[float]
-    publishers: array[float]
-    subscribers: array[float]
-
-    def strip(self, channels: Mapping[bytes, object]) -> None:
-        """Remove the load of some channels."""
-        for index, channel in enumerate(self.channels):
-            if channel in channels:
-                self.outgoing_bytes = max(0.0, self.outgoing_bytes - self.channel_bytes[index])
-                self.channel_bytes[index] = 0.0
-                self.cpu_s = max(0.0, self.cpu_s - self.channel_cpu_s[index])
-                self.channel_cpu_s[index] = 0.0
-
-
-@dataclass(slots=True)
 class _Attribution:
     """The load of a channel with a changed assignment, at the servers where the plan has it."""
 
@@ -112,7 +83,7 @@ class _Attribution:
         """Return the load that is attributed to one server."""
         return self.load / len(self.after) if server in self.after else NO_LOAD
 
-    def covers(self, sample: _Sample) -> bool:
+    def covers(self, sample: Sample) -> bool:
         """Return whether the figures of a sample for this channel cannot be used."""
         return self.settled is None or sample.begins < self.settled
 
@@ -138,9 +109,9 @@ class _ServerModel:
     interrupted: deque[float] = field(default_factory=lambda: deque[float](maxlen=INTERRUPTIONS_MAX))
     #: Since when the agent is blind; None while it sees.
     blind_since: float | None = None
-    samples: deque[_Sample] = field(default_factory=deque[_Sample])
+    window: Window = field(default_factory=Window)
     #: The latest sample, even if it is too old for the average.
-    newest: _Sample | None = None
+    newest: Sample | None = None
     #: Channels that are attributed to this server or away from it.
     attributed: dict[bytes, _Attribution] = field(default_factory=dict[bytes, _Attribution])
     #: One object per channel name, shared by all samples; names of the latest sample only.
@@ -191,12 +162,12 @@ class ClusterModel:
         return True
 
     @staticmethod
-    def _take(model: _ServerModel, sample: _Sample) -> None:
+    def _take(model: _ServerModel, sample: Sample) -> None:
         """Add a sample, without the channels that are attributed meanwhile."""
         uncovered = {channel: a for channel, a in model.attributed.items() if a.covers(sample)}
         if uncovered:
             sample.strip(uncovered)
-        model.samples.append(sample)
+        model.window.add(sample)
 
     def _watch(self, model: _ServerModel, report: Report, now: float) -> None:
         """Find out whether the agent is blind."""
@@ -215,7 +186,7 @@ class ClusterModel:
             return
         if model.blind_since is None:
             model.blind_since = now - report.blind_s
-            if not model.samples and model.newest is not None:
+            if not model.window.samples and model.newest is not None:
                 self._take(model, model.newest)  # blindness shows late, but nothing newer can be known
         state = "sees" if report.observing else "does not see"
         lost = (
@@ -237,12 +208,12 @@ class ClusterModel:
         latest_at = self._servers[server].latest_at
         return None if math.isinf(latest_at) else now - latest_at
 
-    def _sample(self, model: _ServerModel, report: Report, now: float) -> _Sample:
+    def _sample(self, model: _ServerModel, report: Report, now: float) -> Sample:
         interval, columns = report.interval_s, report.columns
         channels: tuple[bytes, ...] = tuple(map(model.names.get, columns.channels, columns.channels))
         model.names = dict(zip(channels, channels, strict=True))
         cpu_s = self._bounds.cpu_ratio(report.cpu_ratio) * interval
-        each_s = self._bounds.cpu_ratio(delivery_cpu_s(report))
+        each_s = rounded(self._bounds.cpu_ratio(delivery_cpu_s(report)))
         costs = [each_s * n for n in map(deliveries, columns.publications, columns.messages_sent)] if each_s else ()
         numbers = (
             *(columns.bytes_out, costs or [0.0] * len(channels)),
@@ -250,18 +221,18 @@ class ClusterModel:
         )
         arrays = [array("d", column) for column in numbers]
         outgoing_bytes = report.outgoing_bytes_per_s * interval
-        return _Sample(now - interval, now, interval, outgoing_bytes, cpu_s, each_s, channels, *arrays)
+        return Sample(now - interval, now, interval, outgoing_bytes, cpu_s, each_s, channels, *arrays)
 
     def _forget_old(self, model: _ServerModel, now: float) -> None:
-        samples = model.samples
+        samples = model.window.samples
         if model.blind_since is not None and samples:
             now = min(now, samples[-1].arrived)  # nothing newer can be known
         while samples and (samples[0].arrived <= now - self._averaging_s or len(samples) > SAMPLES_MAX):
-            samples.popleft()
+            model.window.drop_oldest()
 
     def on_agent_restart(self, server: str) -> None:
         """Forget the averages of a server: the agent begins new measurements."""
-        self._servers[server].samples.clear()
+        self._servers[server].window.clear()
         self._servers[server].newest = None
 
     # Channels on their way.
@@ -286,19 +257,18 @@ class ClusterModel:
         touched: set[str] = set()
         for channel, (before, after) in changes.items():
             self._drop(channel)
-            load = sum((averages[server].get(channel, NO_LOAD) for server in before.servers), NO_LOAD)
+            load = sum((averages[server][channel] for server in before.servers), NO_LOAD)
             attribution = self._attributions[channel] = _Attribution(before.servers, after.servers, load)
             for server in attribution.servers:
                 self._servers[server].attributed[channel] = attribution
             touched |= attribution.servers
         for server in touched:
-            for sample in self._servers[server].samples:
-                sample.strip(changes)
+            self._servers[server].window.strip(changes)
 
     def _loads_of(self, channels: Iterable[bytes], server: str) -> dict[bytes, Load]:
         """Return the loads of some channels at a server."""
-        rates, cpu = self.channel_rates(server), self.channel_cpu(server)
-        return {channel: Load(rates.get(channel, 0.0), cpu.get(channel, 0.0)) for channel in channels}
+        weight = self._servers[server].window.weight_s
+        return {channel: self._channel_load(server, channel, weight) for channel in channels}
 
     def on_settled(self, channels: Collection[bytes], now: float) -> None:
         """Believe reports about these channels again, from now on."""
@@ -329,7 +299,7 @@ class ClusterModel:
 
     def _is_proven(self, attribution: _Attribution, server: str) -> bool:
         """Return whether the average of a server rests on reports that include the channel."""
-        samples = self._servers[server].samples
+        samples = self._servers[server].window.samples
         return bool(samples) and not any(attribution.covers(sample) for sample in samples)
 
     def check(self) -> None:
@@ -338,6 +308,7 @@ class ClusterModel:
             assert (model.blind_since is not None) == (server in self.blind), (
                 f"{server} blind since {model.blind_since}"
             )
+            model.window.check()
             for channel, attribution in model.attributed.items():
                 assert self._attributions.get(channel) is attribution, f"{channel!r} is attributed twice"
         for channel, attribution in self._attributions.items():
@@ -350,14 +321,15 @@ class ClusterModel:
         """Return the estimated load of a server, None while no report of it is in the average."""
         model = self._servers[server]
         self._forget_old(model, now)
-        weight = sum(sample.interval_s for sample in model.samples)
+        weight = model.window.weight_s
         if not weight:
             if model.blind_since is None or model.latest is None:
                 return None
             cpu_ratio = self._bounds.cpu_ratio(model.latest.cpu_ratio)
             return ServerLoad(server, model.latest.outgoing_bytes_per_s, model.capacity, cpu_ratio)
-        rate = sum(sample.outgoing_bytes for sample in model.samples) / weight
-        load = ServerLoad(server, rate, model.capacity, sum(sample.cpu_s for sample in model.samples) / weight)
+        samples = model.window.samples
+        rate = sum(sample.outgoing_bytes for sample in samples) / weight
+        load = ServerLoad(server, rate, model.capacity, sum(sample.cpu_s for sample in samples) / weight)
         for attribution in model.attributed.values():
             load.add(attribution.load_at(server) * self._share(attribution, model, weight))
         return load
@@ -381,7 +353,7 @@ class ClusterModel:
 
     def samples(self, server: str) -> int:
         """Return how many reports are in the average of a server."""
-        return len(self._servers[server].samples)
+        return len(self._servers[server].window.samples)
 
     def latest(self, server: str) -> Report | None:
         """Return the latest report of a server."""
@@ -389,34 +361,34 @@ class ClusterModel:
 
     def channels(self, server: str) -> list[ChannelRate]:
         """Return the estimated load of each channel that is known by name at a server, in any order."""
-        cpu = self.channel_cpu(server)
-        rates = self.channel_rates(server)
-        return [ChannelRate(rate, name, cpu[name]) for name, rate in rates.items() if rate > 0 or cpu[name] > 0]
-
-    def channel_rates(self, server: str) -> dict[bytes, float]:
-        """Return the estimated outgoing bytes/s of each channel that is known by name at a server."""
-        return self._by_channel(server, lambda sample: sample.channel_bytes, lambda load: load.outgoing_bytes_per_s)
-
-    def channel_cpu(self, server: str) -> dict[bytes, float]:
-        """Return the estimated part of the CPU of each channel that is known by name at a server."""
-        return self._by_channel(server, lambda sample: sample.channel_cpu_s, lambda load: load.cpu_ratio)
-
-    def _by_channel(
-        self, server: str, column: Callable[[_Sample], array[float]], part: Callable[[Load], float]
-    ) -> dict[bytes, float]:
-        """Return the average of one part of the load of each channel that is known by name at a server."""
         model = self._servers[server]
-        weight = sum(sample.interval_s for sample in model.samples)
-        sums: dict[bytes, float] = {}
-        for sample in model.samples:
-            for channel, count in zip(sample.channels, column(sample), strict=True):
-                sums[channel] = sums.get(channel, 0.0) + count
-        rates = {channel: count / weight for channel, count in sums.items()}
-        for channel, attribution in model.attributed.items():
-            if server in attribution.after:
-                share = self._share(attribution, model, weight)
-                rates[channel] = rates.get(channel, 0.0) + part(attribution.load_at(server)) * share
-        return rates
+        window, attributed = model.window, model.attributed
+        weight = window.weight_s
+        loads = [
+            ChannelRate(known.outgoing_bytes / weight, channel, known.cpu_s / weight)
+            for channel, known in window.sums.items()
+            if (known.outgoing_bytes or known.cpu_s) and channel not in attributed
+        ]
+        for channel in attributed:
+            load = self._channel_load(server, channel, weight)
+            if load:
+                loads.append(ChannelRate(load.outgoing_bytes_per_s, channel, load.cpu_ratio))
+        return loads
+
+    def channel_names(self, server: str) -> Set[bytes]:
+        """Return the channels that are known by name at a server: by recent reports, or as they come there."""
+        model = self._servers[server]
+        coming = {channel for channel, attribution in model.attributed.items() if server in attribution.after}
+        return model.window.sums.keys() | coming
+
+    def _channel_load(self, server: str, channel: bytes, weight: float) -> Load:
+        """Return the average load of a channel at a server. ``weight``: that of its window."""
+        model = self._servers[server]
+        known, attribution = model.window.sums.get(channel), model.attributed.get(channel)
+        load = NO_LOAD if known is None else Load(known.outgoing_bytes, known.cpu_s) / weight
+        if attribution is not None:
+            load += attribution.load_at(server) * self._share(attribution, model, weight)
+        return load
 
     def unnamed(self, server: str) -> Load:
         """Return the load of the channels that the latest report of a server does not name."""
@@ -432,13 +404,13 @@ class ClusterModel:
         """Return the share of the average that does not include the attributed channel, from 0 to 1."""
         if attribution.settled is None or not weight:
             return 1.0
-        return sum(sample.interval_s for sample in model.samples if attribution.covers(sample)) / weight
+        return sum(sample.interval_s for sample in model.window.samples if attribution.covers(sample)) / weight
 
     # Figures of channels.
 
     def busy(self, server: str, outgoing_bytes_per_s_min: float, cpu_ratio_min: float) -> list[bytes]:
         """Return the busiest channels in the latest report of a server: those with at least one of these loads."""
-        samples = self._servers[server].samples
+        samples = self._servers[server].window.samples
         if not samples:
             return []
         latest = samples[-1]
@@ -460,7 +432,7 @@ class ClusterModel:
         for channel, assignment in assignments.items():
             for server in assignment.servers:
                 wanted[server].add(channel)
-        rows = {server: _rows(self._servers[server].samples, channels) for server, channels in wanted.items()}
+        rows = {server: _rows(self._servers[server].window.samples, channels) for server, channels in wanted.items()}
         seen: dict[bytes, dict[str, _Row]] = {}
         for server, by_channel in rows.items():
             for channel, row in by_channel.items():
@@ -473,7 +445,7 @@ class ClusterModel:
 
     def _knows(self, server: str, channel: bytes) -> bool:
         """Return whether the average of a server is younger than the latest change of a channel."""
-        samples = self._servers[server].samples
+        samples = self._servers[server].window.samples
         settled_at = self._settled_at.get(channel)
         return bool(samples) and (settled_at is None or all(sample.begins >= settled_at for sample in samples))
 
@@ -489,7 +461,7 @@ class _Row:
     subscribers: float = 0.0
 
 
-def _rows(samples: Iterable[_Sample], wanted: Set[bytes]) -> dict[bytes, _Row]:
+def _rows(samples: Iterable[Sample], wanted: Set[bytes]) -> dict[bytes, _Row]:
     """Return the averages of those of the wanted channels that reports name."""
     rows: dict[bytes, _Row] = {}
     if not wanted:
