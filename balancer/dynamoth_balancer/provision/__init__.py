@@ -1,0 +1,1 @@
+"""Adds servers under load and frees them afterwards."""
