@@ -40,7 +40,7 @@ from dynamoth_balancer.admin.records import Records
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
 from dynamoth_balancer.decide.cluster import Move
 from dynamoth_balancer.decide.decider import Decider, is_replicated
-from dynamoth_balancer.decide.drain import Drain
+from dynamoth_balancer.decide.drain import Drain, DrainSlots
 from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.relieve import Relieve
@@ -132,7 +132,7 @@ class BalancerMachine:
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
-        self._decider = Decider(self._model, (Replicate(), Relieve(), Drain(), Spread()), self.options)
+        self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), (DrainSlots(), Spread()), self.options)
         self._records = Records(incarnation, self.options, self._hearing.reports)
         #: The problems of the cluster, for people.
         self.health = Health()

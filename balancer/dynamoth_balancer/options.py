@@ -42,7 +42,12 @@ class BalancerOptions(PlanningSettings):
         0.05, "a move leaves its target this far below the source's load ratio before", minimum=0
     )
     channel_ratio_min: float = setting(0.001, "a channel with a smaller share of its server is not moved", minimum=0)
-    slots_per_server_max: int = setting(400, "most slots that one plan moves away from, or to, one server", minimum=1)
+    slot_subscriptions_max: int = setting(
+        5000, "about as many subscriptions move with the slots of one step, away from a server or to it", minimum=1
+    )
+    slot_load_ratio_max: float = setting(
+        0.1, "a step moves slots with at most this much load ratio away from a server, or to it; at least one", above=0
+    )
     reports_min: int = setting(3, "a server takes part in decisions after this many reports", minimum=1)
     decision_interval_s: float = setting(1.0, "time between two looks whether a decision is due", unit="s", above=0)
 

@@ -13,7 +13,7 @@ from typing import Any
 from dynamoth.errors import MalformedMessage, UnknownMode
 from dynamoth.plan.administration import PINS_MAX, REMOVED_MAX, Administration
 from dynamoth.plan.compatibility import RULES_MAX, Compatibility, CompatibilityRule
-from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Mode, Phase, Route, Server
+from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Mode, Phase, Route, Server, single
 from dynamoth.protocol.wire import (
     pack,
     parser,
@@ -29,6 +29,8 @@ from dynamoth.protocol.wire import (
 TEXT_MAX = 2000
 """Characters of the id or the URL of a server."""
 
+MODE_MAX = max(Mode)
+
 
 def route_to_wire(route: Route) -> list[Any]:
     """Return the wire form of a route."""
@@ -43,7 +45,9 @@ def route_from_wire(value: Any) -> Route:
 
 
 def _assignment_from_wire(mode: Any, servers: Any) -> Assignment:
-    if isinstance(mode, int) and mode > max(Mode):
+    if type(mode) is int and mode == Mode.SINGLE and len(read_array(servers)) == 1:
+        return single(read_text(servers[0]))  # by far the most: one object for all
+    if isinstance(mode, int) and mode > MODE_MAX:
         raise UnknownMode(f"mode {mode} of a route is unknown here: upgrade this software")
     return Assignment(Mode(read_natural(mode)), tuple(map(read_text, read_array(servers))))
 

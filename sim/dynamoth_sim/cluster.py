@@ -11,7 +11,6 @@ from dynamoth.machine.events import Machine
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Server
-from dynamoth.plan.slots import SLOTS
 from dynamoth.protocol import stored_plan
 from dynamoth_agent.events import AlreadyRunning
 from dynamoth_agent.machine import AgentMachine
@@ -160,7 +159,6 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             reports_min=2,
             decision_interval_s=0.25,
             channel_rest_s=0.5,
-            slots_per_server_max=SLOTS,  # a world lives for seconds, and has few channels
             agent_stale_s=1.5,
             ack_timeout_s=0.2,
             recovery_s=0.5,

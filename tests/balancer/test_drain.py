@@ -16,7 +16,7 @@ from dynamoth.plan.slots import SLOTS, slot_name, slot_of
 from dynamoth.protocol.reports import pack_report
 from dynamoth_balancer.admin.health import Severity
 from dynamoth_balancer.decide.cluster import Decision
-from dynamoth_balancer.decide.drain import Drain
+from dynamoth_balancer.decide.drain import Drain, DrainSlots
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.machine import BalancerMachine
@@ -52,7 +52,7 @@ def world(
 
 
 def planned(cluster: World) -> Decision:
-    return cluster.decide(Replicate(), Relieve(), Drain())
+    return cluster.decide(Replicate(), Relieve(), Drain(), DrainSlots())
 
 
 def after(decision: Decision) -> dict[bytes, Assignment]:

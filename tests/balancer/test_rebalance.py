@@ -83,7 +83,7 @@ def test_a_dry_run_does_not_change_what_goals_remember(monkeypatch: pytest.Monke
 
     goal = Remembers()
     monkeypatch.setattr("dynamoth_balancer.machine.Spread", lambda: goal)
-    options = BalancerOptions(wait_s=1.0, averaging_s=3.0, slots_per_server_max=100, join_s=0.0)
+    options = BalancerOptions(wait_s=1.0, averaging_s=3.0, transitions_max=100, join_s=0.0)
     cluster = SimCluster(3)
     first = cluster.start(options, ["s1", "s2"])
     cluster.run_until(lambda: first.machine.stage is Stage.LEADING)
@@ -93,9 +93,9 @@ def test_a_dry_run_does_not_change_what_goals_remember(monkeypatch: pytest.Monke
     cluster.ask("pause")
     cluster.run(5)
     asked = goal.asked
-    assert dry_run(cluster)["moves"] == dry_run(cluster)["moves"] == options.slots_per_server_max
+    assert dry_run(cluster)["moves"] == dry_run(cluster)["moves"] == options.transitions_max
     assert goal.asked == asked and successor.plan.entries == {}
-    assert cluster.ask("rebalance").result["moves"] == options.slots_per_server_max
+    assert cluster.ask("rebalance").result["moves"] == options.transitions_max
     assert goal.asked == asked + 1
 
 

@@ -10,8 +10,12 @@ The goals, in their order:
 
 1. ``replicate``: Algorithm 1. First, because a channel that is too large for one server has no good place.
 2. ``relieve``: Algorithm 2.
-3. ``drain``: empties servers that an operator wants to stop.
-4. ``spread``: gives slots to servers that have too few, such as new ones.
+3. ``drain``: empties servers that an operator wants to stop: first of their channels,
+4. then of their slots.
+5. ``spread``: gives slots to servers that have too few, such as new ones.
+
+The goals that move slots go on in steps without waiting between two plans: each step is small, by the load and the
+subscriptions of its slots, and a server has many slots.
 
 The algorithms are those of Dynamoth, section III-B. Everything here is data and arithmetic; nothing depends on time.
 """
@@ -195,7 +199,8 @@ class Cluster:
     there. ``draining`` maps each server that is being drained to its channels; no move puts a channel there, or leaves
     one of its replicas there. ``blind`` has the servers whose agents do not see what is published: they count as
     overloaded, and no move puts a channel there. ``full`` has the servers that are nearly out of connections or memory,
-    and of what: no move puts a channel there. ``slots`` has the slots of each server, with the load of each.
+    and of what: no move puts a channel there. ``slots`` has the slots of each server, with the load of each,
+    and ``slot_subscriptions`` how many subscriptions a slot of a server has on average.
     """
 
     servers: dict[str, ServerLoad]
@@ -208,6 +213,7 @@ class Cluster:
     blind: Set[str] = frozenset()
     slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     full: Mapping[str, str] = field(default_factory=dict[str, str])
+    slot_subscriptions: Mapping[str, float] = field(default_factory=dict[str, float])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     #: How many channels, and how many slots, these moves take away from each server, and bring to it.
@@ -215,6 +221,9 @@ class Cluster:
     _here: Counter[str] = field(default_factory=Counter[str])
     _slots_away: Counter[str] = field(default_factory=Counter[str])
     _slots_here: Counter[str] = field(default_factory=Counter[str])
+    #: The subscriptions and the load ratio that these slots take away from each server, and bring to it.
+    _slot_subscriptions_moved: dict[str, float] = field(default_factory=dict[str, float])
+    _slot_load_moved: dict[str, float] = field(default_factory=dict[str, float])
     _guards: list[Callable[[Cluster, Move], bool]] = field(default_factory=list[Callable[["Cluster", Move], bool]])
 
     def move(self, load: ChannelRate, source: ServerLoad, target: ServerLoad, reason: str) -> Move:
@@ -239,9 +248,14 @@ class Cluster:
         for name, load in move.loads.items():
             self.servers[name].add(load)
         self.moves[move.channel] = move
-        away, here = (self._slots_away, self._slots_here) if is_slot(move.channel) else (self._away, self._here)
-        away.update(move.left)
-        here.update(move.joined)
+        if not is_slot(move.channel):
+            self._away.update(move.left)
+            self._here.update(move.joined)
+            return True
+        self._slots_away[move.source] += 1
+        self._slots_here[move.target] += 1
+        for server, (subscriptions, ratio) in self._step_with(move).items():
+            self._slot_subscriptions_moved[server], self._slot_load_moved[server] = subscriptions, ratio
         return True
 
     def _admits(self, move: Move) -> bool:
@@ -257,10 +271,31 @@ class Cluster:
     def _has_place(self, move: Move) -> bool:
         """Return whether the bounds of a plan allow one more move like this one."""
         if is_slot(move.channel):
-            bound = self.options.slots_per_server_max
-            return self._slots_away[move.source] < bound and self._slots_here[move.target] < bound
+            return self._has_place_for_slot(move)
         full = self.is_full or any(map(self.has_given, move.left)) or any(map(self.has_taken, move.joined))
         return not full
+
+    def _has_place_for_slot(self, move: Move) -> bool:
+        """Return whether a slot fits into the step: at least one per server does, whatever its load."""
+        options = self.options
+        if len(self.moves) >= options.transitions_max:
+            return False
+        is_first = not any(self._slots_away[server] + self._slots_here[server] for server in move.loads)
+        return is_first or all(
+            subscriptions <= options.slot_subscriptions_max and ratio <= options.slot_load_ratio_max
+            for subscriptions, ratio in self._step_with(move).values()
+        )
+
+    def _step_with(self, move: Move) -> dict[str, tuple[float, float]]:
+        """Return, by server, the subscriptions and the load ratio that move with the slots so far and this one."""
+        added = self.slot_subscriptions.get(move.source, 0.0)
+        return {
+            server: (
+                self._slot_subscriptions_moved.get(server, 0.0) + added,
+                self._slot_load_moved.get(server, 0.0) + max(load_ratios(self.servers[server], load)),
+            )
+            for server, load in move.loads.items()
+        }
 
     @property
     def targets(self) -> list[ServerLoad]:
@@ -332,6 +367,11 @@ class Cluster:
     def guard(self, permits: Callable[[Cluster, Move], bool]) -> None:
         """Accept from now on only moves for which ``permits`` returns True."""
         self._guards.append(permits)
+
+
+def load_ratios(server: ServerLoad, load: Load) -> tuple[float, float]:
+    """Return the parts of each resource of a server that a change of its load is, without its sign."""
+    return abs(load.outgoing_bytes_per_s) / server.outgoing_bytes_per_s_max, abs(load.cpu_ratio)
 
 
 class Goal(Protocol):

@@ -1,7 +1,8 @@
 """Decides when the balancer makes a plan of its own: asks the goals about the modelled cluster.
 
 There is at most one such plan per ``wait_s`` (T_wait of Dynamoth, section III-B), and none while an earlier change is
-being installed.
+being installed. Only steps of slots do not wait: a server that is drained, or new, moves many of them, and each step
+is bounded by load and subscriptions.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ _DECIMALS = re.compile(r"\d+\.\d+")
 class Decider:
     """Asks the goals when it is time."""
 
-    def __init__(self, model: ClusterModel, goals: Sequence[Goal], options: BalancerOptions) -> None:
+    def __init__(
+        self, model: ClusterModel, goals: Sequence[Goal], slot_goals: Sequence[Goal], options: BalancerOptions
+    ) -> None:
         self._model = model
-        self._goals = goals
+        self._goals = (*goals, *slot_goals)
+        #: The goals that go on with slots while the others wait.
+        self._slot_goals = tuple(slot_goals)
         self._options = options
         #: Whether the balancer makes no plans of its own; requests of administrators are still carried out.
         self.paused = False
@@ -62,6 +67,8 @@ class Decider:
         self.unreached: Sequence[Finding] = ()
         #: Since when servers that can take part have not reported often enough; None while all have.
         self._unmeasured_since: float | None = None
+        #: Whether the latest plan or step moved slots, so that more may have to move.
+        self._moves_slots = False
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
@@ -123,18 +130,34 @@ class Decider:
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
         self._watch_replicas(installer, now)
-        if next(self.obstacles(installer, now), None) is not None:
+        if self.paused or next(self._changes_under_way(installer, now), None) is not None:
             return None
-        decision, _ = self._ask_goals(installer, now)
+        if now < self._plan_at:
+            return self._step(installer, now)
+        decision, _ = self._ask_goals(self._goals, installer, now)
         if self._awaits_reports(installer, now) and not decision.moves:
             return None  # it is not known yet which goals can be reached
         self.unreached = decision.findings
         if decision.moves:
-            self.wait(now)
+            self._wait_after(decision, now)
         elif not decision.findings or not self._is_news(decision, now):
             return None
         self._findings_at = now
         return self.history.add(decision, now)
+
+    def _step(self, installer: Installer, now: float) -> MadeDecision | None:
+        """Return the next step of slots, if there is one; the findings are those of the latest plan."""
+        if not self._moves_slots and not any(installer.index.slots_named_at.values()):
+            return None
+        decision, _ = self._ask_goals(self._slot_goals, installer, now)
+        self._moves_slots = bool(decision.moves)
+        return self.history.add(replace(decision, findings=()), now) if decision.moves else None
+
+    def _wait_after(self, decision: Decision, now: float) -> None:
+        """Wait after a plan, unless it moves nothing but slots."""
+        self._moves_slots = any(is_slot(move.channel) for move in decision.moves)
+        if not all(is_slot(move.channel) for move in decision.moves):
+            self.wait(now)
 
     def decide_now(self, installer: Installer, now: float) -> tuple[MadeDecision, Cluster]:
         """Return a decision even while the balancer is paused or waits between two plans, and the cluster after it.
@@ -145,10 +168,10 @@ class Decider:
         """
         for obstacle in self._changes_under_way(installer, now):
             raise RequestRefused(f"no plan can be made now: {obstacle}; try again then")
-        decision, cluster = self._ask_goals(installer, now)
+        decision, cluster = self._ask_goals(self._goals, installer, now)
         if not decision.moves:
             return MadeDecision(0, now, decision), cluster
-        self.wait(now)
+        self._wait_after(decision, now)
         return self.history.add(decision, now), cluster
 
     def preview(self, installer: Installer, now: float) -> tuple[Decision, Cluster]:
@@ -173,9 +196,9 @@ class Decider:
         if (rest_s := installer.rules_rest(now)) > 0:
             yield f"the compatibility rules have changed, and publishers hear of it first: {rest_s:.1f} s are left"
 
-    def _ask_goals(self, installer: Installer, now: float) -> tuple[Decision, Cluster]:
+    def _ask_goals(self, goals: Sequence[Goal], installer: Installer, now: float) -> tuple[Decision, Cluster]:
         cluster = self.cluster(installer, now)
-        decision = decide(self._goals, cluster)
+        decision = decide(goals, cluster)
         for figures in cluster.figures:
             self._unwanted.pop(figures.channel, None)  # it was considered
         return decision, cluster
@@ -211,7 +234,13 @@ class Decider:
         draining = {server: self._left_at(server, installer) for server in options.draining}
         slots = {server: self._slot_rates(server, installer) for server in loads}
         full = {server: why for server in loads if (why := self._model.why_full(server))}
-        return Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
+        subscriptions = {
+            server: self._model.subscriptions(server) / max(1, len(installer.index.slots_at[server]))
+            for server in loads
+        }
+        return Cluster(
+            loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full, subscriptions
+        )
 
     def _awaits_reports(self, installer: Installer, now: float) -> bool:
         """Return whether a server that can take part is not measured yet, as it or its agent has just begun."""

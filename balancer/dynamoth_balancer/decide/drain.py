@@ -30,7 +30,6 @@ class Drain:
         for name in sorted(cluster.draining):
             if name in cluster.servers:
                 moves += self._channels(cluster, cluster.servers[name])
-                moves += give_slots(cluster, cluster.servers[name], cluster.draining[name], _reason(name))
             self._find(cluster, name)
         return moves
 
@@ -63,14 +62,42 @@ class Drain:
 
     def _find(self, cluster: Cluster, name: str) -> None:
         left = [load for load in cluster.draining[name] if load.channel not in cluster.moves]
-        if not left:
-            return
+        channels = [load for load in left if not is_slot(load.channel)]
         server = cluster.servers.get(name)
-        if server is None:
-            ratio, why = 0.0, "it cannot take part in changes: see whether the server and its agent are up"
-        else:
-            ratio, why = server.load_ratio, why_they_stay(cluster, server, left)
-        cluster.findings.append(Finding(name, ratio, f"it is not drained yet: {why}"))
+        if left and server is None:
+            why = "it cannot take part in changes: see whether the server and its agent are up"
+            cluster.findings.append(Finding(name, 0.0, f"it is not drained yet: {why}"))
+        elif channels and server is not None:
+            why = why_they_stay(cluster, server, channels)
+            cluster.findings.append(Finding(name, server.load_ratio, f"it is not drained yet: {why}"))
+
+
+class DrainSlots:
+    """Moves every slot away from servers that are being drained: all channels that the plan does not name.
+
+    The busiest go first, each to the server with fewest slots for its size.
+    """
+
+    name = "drain"
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        """Propose the next step, and add a finding for each server of which no slot can leave."""
+        moves: list[Move] = []
+        for name in sorted(cluster.draining.keys() & cluster.servers.keys()):
+            server = cluster.servers[name]
+            given = give_slots(cluster, server, cluster.draining[name], _reason(name))
+            moves += given
+            left = [load for load in cluster.draining[name] if is_slot(load.channel)]
+            if left and not given and all(finding.server != name for finding in cluster.findings):
+                why = f"{len(left)} slots are in transition, or would overload any other server"
+                if not cluster.targets:
+                    why = f"there is no other server that could take slots: {cluster.more_servers}"
+                cluster.findings.append(Finding(name, server.load_ratio, f"it is not drained yet: {why}"))
+        return moves
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        """Permit all: no move brings anything back."""
+        return True
 
 
 def _reason(*servers: str) -> str:

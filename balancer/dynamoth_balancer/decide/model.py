@@ -399,6 +399,11 @@ class ClusterModel:
         cpu_s = deliveries(rest.publications, rest.messages_sent) * model.newest.delivery_cpu_s
         return Load(rest.bytes_out, cpu_s) / model.latest.interval_s
 
+    def subscriptions(self, server: str) -> int:
+        """Return how many subscriptions the latest report of a server counts; 0 without one."""
+        latest = self._servers[server].latest
+        return 0 if latest is None else sum(latest.columns.subscribers) + latest.rest.subscribers
+
     @staticmethod
     def _share(attribution: _Attribution, model: _ServerModel, weight: float) -> float:
         """Return the share of the average that does not include the attributed channel, from 0 to 1."""
