@@ -13,7 +13,7 @@ OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test soak image oldest conformance bench demo report java \
+.PHONY: help venv check lint format-check mypy pyright imports test soak exhaustive image oldest conformance bench demo report java \
 	format lock clean
 
 help:
@@ -21,7 +21,8 @@ help:
 	@echo "make report       records a demo, and explains it with Spark (needs Java 17)"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
-	@echo "make soak         far more of what tests draw at random; takes an hour"
+	@echo "make soak         a game on real processes that are killed at random, under audit (SECONDS=600 SEED=)"
+	@echo "make exhaustive   far more of what tests draw at random; takes an hour"
 	@echo "make image        what the Dockerfile installs, without Docker"
 	@echo "make oldest       the client's tests that depend on redis-py, with the oldest supported one"
 	@echo "make conformance  redis-py's own publish/subscribe tests, against this client"
@@ -80,10 +81,17 @@ PARALLEL := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 test: $(DEV)
 	$(PARALLEL) --durations=10
 
-# More of what is drawn at random: seeds of the simulator, examples of properties, minutes of churn.
+# RGame on real processes while servers, agents, balancers and clients are killed, hang and come back, under audit.
+SECONDS ?= 600
 soak: $(DEV)
+	$(BIN)/python -m bench.churn --seconds $(SECONDS) --clients 60 --players 60 --rivals 1 --moves-at-once 2 \
+		--flood-per-s 100000 $(SEED:%=--seed %) --faults kill hang-wake flood flush server-kill server-hang \
+		balancer-kill balancer-hang client-kill
+
+# More of what is drawn at random: seeds of the simulator, examples of properties, minutes of churn.
+exhaustive: $(DEV)
 	DYNAMOTH_TEST_SEEDS=5000 $(PARALLEL) tests/sim/test_seeds.py
-	$(PARALLEL) --hypothesis-profile=soak tests/agent tests/balancer tests/config tests/core tests/lla tests/machines
+	$(PARALLEL) --hypothesis-profile=exhaustive tests/agent tests/balancer tests/config tests/core tests/lla tests/machines
 	$(BIN)/python -m bench.churn
 
 # Downloads what the image has, so it is no part of the tests.

@@ -3,8 +3,10 @@
 Run with ``python -m bench.churn``; ``--help`` tells the rest. Real servers, agents and balancer. Some 300 clients in
 several processes: most live for seconds (``bench.churn_clients``). Channels go through assignments of every mode all
 the time. Agents are killed, hung (SIGSTOP) and killed, hung and woken, flooded, flooded and killed, and restarted, one
-after the other. On demand all keys of a server, or of all servers, are deleted (``--faults flush flush-all``), and more
-balancers wait for the lease (``--rivals``). In the end everything recovers, and from then on nothing may be lost.
+after the other. On demand (``--faults``) all keys of a server, or of all servers, are deleted, servers are killed and
+start empty, or hang, balancers are killed or hang, and whole processes of clients are killed; more balancers wait for
+the lease (``--rivals``), and players of RGame walk about (``--players``). In the end everything recovers, and from then
+on nothing may be lost. ``make soak`` has all of it.
 
 Processes of clients note how late their event loops are: a busy machine makes a publish last longer, too.
 
@@ -27,7 +29,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +42,7 @@ from bench import churn_journal as journal
 from bench.agent_cost import Publisher
 from bench.churn_clients import QUIET_S_MAX, Slots, live
 from bench.churn_journal import Journal, Judgement, judge, read_tag
+from bench.processors import children_of_ours, resident_mib
 from bench.transitions import all_assignments, change_between
 from bench.workers import ANSWER_TIMEOUT_S, Worker
 from dynamoth.errors import DynamothError, MalformedMessage
@@ -49,6 +53,7 @@ from dynamoth_cli.local.child import Child, interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_daemon.event_loop import run
 from dynamoth_link.urls import parse_cluster_url
+from dynamoth_sim.load.rgame import GameWorld
 
 SERVERS = 3
 PREFIX = b"churn:"
@@ -58,6 +63,9 @@ MOVE_TIMEOUT_S = 20.0
 REPLICATED_RATIO = 0.2
 """This share of the changes replicates the channel, in either mode."""
 FLOOD_CHANNELS = 10
+MEMORY_RATIO_MAX = 1.25
+MEMORY_MIB_MAX = 10.0
+"""Memory is flat when a daemon has at most so much more in the second half of a run than in the first."""
 SETTLE_S = 3.0
 """Time for everybody to find out that all daemons are back, before nothing may be lost any more."""
 
@@ -79,6 +87,7 @@ class Load:
     faults: tuple[str, ...]
     rivals: int
     seed: int
+    players: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,12 +112,25 @@ class Result:
     faults: dict[str, int]
     gap_reasons: dict[str, int]
     errors: dict[str, int]
+    #: The most memory that each daemon had in the first half of the run, and in the second, in MiB.
+    memory_mib: dict[str, tuple[float, float]]
+    #: The command lines of processes that were left when all had been asked to end.
+    leaked: list[str]
     stories: list[str]
 
     @property
+    def grown(self) -> list[str]:
+        """The daemons whose memory was not flat."""
+        return [
+            name
+            for name, (first, second) in self.memory_mib.items()
+            if second > first * MEMORY_RATIO_MAX + MEMORY_MIB_MAX
+        ]
+
+    @property
     def clean(self) -> bool:
-        """Whether every guarantee was kept."""
-        return not self.violations
+        """Whether every guarantee was kept, no process is left, and memory was flat."""
+        return not self.violations and not self.leaked and not self.grown
 
 
 # Processes beside those of the clients.
@@ -228,7 +250,13 @@ class Faults:
     """Injects faults into agents and servers, one after the other."""
 
     def __init__(
-        self, cluster: LocalCluster, load: Load, written: Journal, flooder: Worker, rivals: list[Child]
+        self,
+        cluster: LocalCluster,
+        load: Load,
+        written: Journal,
+        flooder: Worker,
+        rivals: list[Child],
+        clients: Clients,
     ) -> None:
         self._cluster = cluster
         self._load = load
@@ -236,7 +264,10 @@ class Faults:
         self._flooder = flooder
         self._chance = random.Random(f"{load.seed} faults")
         self.counts: Counter[str] = Counter()
+        #: See ``Result``.
+        self.memory_mib: dict[str, tuple[float, float]] = {}
         self._rivals = rivals
+        self._clients = clients
         self._known: dict[str, Callable[[str], None]] = {
             "kill": self._kill,
             "hang-kill": self._hang_and_kill,
@@ -246,23 +277,37 @@ class Faults:
             "restart": self._restart,
             "flush": self._flush,
             "flush-all": self._flush_all,
+            "server-kill": self._kill_server,
+            "server-hang": self._hang_server,
+            "balancer-kill": self._kill_balancer,
+            "balancer-hang": self._hang_balancer,
+            "client-kill": self._kill_clients,
         }
 
     def happen(self, until: float) -> None:
         """Inject faults until a time of the monotonic clock. Every agent and one balancer run when this returns."""
+        half = (time.monotonic() + until) / 2
         while time.monotonic() + self._load.fault_pause_s < until:
+            self._measure_memory(second_half=time.monotonic() >= half)
             self._sleep(self._chance.uniform(0.5, 1.5) * self._load.fault_pause_s)
             server = self._chance.choice(self._cluster.server_ids)
             fault = self._chance.choice(self._load.faults)
-            self._note(f"{fault} of the agent of {server} begins")
+            self._note(f"{fault} ({server}) begins")
             self._known[fault](server)
-            self._note(f"{fault} of the agent of {server} is over")
+            self._note(f"{fault} ({server}) is over")
             self.counts[fault] += 1
             self._supervise()
             self._cluster.check()
         for rival in self._rivals:
             rival.stop()
         self._cluster.balancer.start()
+
+    def _measure_memory(self, *, second_half: bool) -> None:
+        for child in (self._cluster.balancer, *self._cluster.agents.values(), *self._rivals):
+            if child.running:
+                sizes = list(self.memory_mib.get(child.name, (0.0, 0.0)))
+                sizes[second_half] = max(sizes[second_half], resident_mib(child.pid))
+                self.memory_mib[child.name] = sizes[0], sizes[1]
 
     def _supervise(self) -> None:
         """Start balancers again that have ended because another one is at work."""
@@ -310,6 +355,36 @@ class Faults:
         with ThreadPoolExecutor(SERVERS) as together:
             list(together.map(self._flush, self._cluster.server_ids))
 
+    def _kill_server(self, server: str) -> None:
+        """Kill a server; it comes back empty."""
+        self._cluster.redis[server].kill()
+        self._away()
+        self._cluster.redis[server].start()
+
+    def _hang_server(self, server: str) -> None:
+        self._cluster.redis[server].pause()
+        self._away()
+        self._cluster.redis[server].resume()
+
+    def _kill_balancer(self, _: str) -> None:
+        balancer = self._a_balancer()
+        balancer.kill()
+        self._away()
+        balancer.start()
+
+    def _hang_balancer(self, _: str) -> None:
+        pid = self._a_balancer().pid
+        os.kill(pid, signal.SIGSTOP)
+        self._away()
+        os.kill(pid, signal.SIGCONT)
+
+    def _a_balancer(self) -> Child:
+        running = [balancer for balancer in (self._cluster.balancer, *self._rivals) if balancer.running]
+        return self._chance.choice(running)
+
+    def _kill_clients(self, _: str) -> None:
+        self._clients.replace(self._chance.randrange(self._load.processes))
+
     def _away(self) -> None:
         self._sleep(self._chance.choice((self._chance.uniform(0.1, 1.0), self._chance.uniform(1.0, 4.0))))
 
@@ -321,7 +396,76 @@ class Faults:
 
 
 AGENT_FAULTS = ("kill", "hang-kill", "hang-wake", "flood", "flood-kill", "restart")
-FAULTS = (*AGENT_FAULTS, "flush", "flush-all")
+FAULTS = (
+    *AGENT_FAULTS, "flush", "flush-all", "server-kill", "server-hang", "balancer-kill", "balancer-hang", "client-kill",
+)  # fmt: skip
+
+
+class Clients:
+    """The processes of clients: one for each place, which another can take.
+
+    Args:
+        load: what they do.
+        url: of the cluster.
+        channels: of all clients.
+        world: the name of that of the players.
+        folder: of their journals.
+        written: where the end of a process that was killed is noted.
+    """
+
+    def __init__(self, load: Load, url: str, channels: list[bytes], world: str, folder: Path, written: Journal) -> None:
+        self._load = load
+        self._written = written
+        self._numbers = count()
+        self._folder = folder
+        self._slots = Slots(
+            url=url,
+            channels=tuple(channels),
+            process=0,
+            seed=load.seed,
+            count=load.clients // load.processes,
+            journal=folder,
+            life_s=load.life_s,
+            interval_s=load.interval_s,
+            players=load.players // load.processes,
+            world=world,
+            may_be_killed="client-kill" in load.faults,
+        )
+        self._places = [self._begin() for _ in range(load.processes)]
+
+    def wait_ready(self) -> None:
+        """Wait until every process has begun."""
+        for _, worker in self._places:
+            assert worker.receive() == "ready"
+
+    def replace(self, place: int) -> None:
+        """Kill a process, and start another in its place."""
+        process, worker = self._places[place]
+        worker.kill()
+        self._written.note(journal.KILLED, process)
+        self._places[place] = self._begin()
+        assert self._places[place][1].receive() == "ready"
+
+    def end(self) -> int:
+        """Have all clients end; return how many there were, without those of processes that were killed."""
+        for _, worker in self._places:
+            worker.send("stop")
+        return sum(worker.receive(QUIET_S_MAX + ANSWER_TIMEOUT_S) for _, worker in self._places)
+
+    def stop(self) -> None:
+        """End every process, whatever it is doing."""
+        for _, worker in self._places:
+            worker.stop()
+
+    def _begin(self) -> tuple[int, Worker]:
+        process = next(self._numbers)
+        slots = replace(
+            self._slots,
+            process=process,
+            first_player=process * self._slots.players,
+            journal=self._folder / f"clients-{process}",
+        )
+        return process, Worker(live, slots)
 
 
 # The run.
@@ -329,11 +473,15 @@ FAULTS = (*AGENT_FAULTS, "flush", "flush-all")
 
 def churn(load: Load, progress: Callable[[str], None] = lambda _: None) -> Result:
     """Run the load and judge it."""
+    before = children_of_ours()
     with tempfile.TemporaryDirectory(prefix="dynamoth-churn-") as folder, ExitStack() as cleanup:
         journals = Path(folder)
         cluster = cleanup.enter_context(LocalCluster(SERVERS))
         cluster.ask_balancer("pause")  # changes come from here only
-        return _run(load, cluster, journals, cleanup, progress)
+        result = _run(load, cluster, journals, cleanup, progress)
+    # The tracker of the multiprocessing module lives as long as we do.
+    leaked = [command for pid, command in children_of_ours().items() if pid not in before and "_tracker" not in command]
+    return replace(result, leaked=leaked)
 
 
 def _run(
@@ -344,19 +492,26 @@ def _run(
         cleanup.callback(worker.stop)
         return worker
 
-    channels = [PREFIX + b"%d" % number for number in range(load.channels)]
+    world = f"{PREFIX.decode()}rgame"
+    channels = (
+        GameWorld(name=world).channels()
+        if load.players
+        else [PREFIX + b"%d" % number for number in range(load.channels)]
+    )
     ports = {id_: server.port for id_, server in cluster.redis.items()}
     flooder = begin(flood)
     observer = begin(observe, ports, folder / "observer")
     mover = begin(change_assignments, cluster.url, channels, cluster.server_ids, load, folder / "moves")
-    clients = [begin(live, slots) for slots in _slots(load, cluster.url, tuple(channels), folder)]
-    for worker in (observer, mover, *clients):
-        assert worker.receive() == "ready"
     written = Journal(folder / "faults")
+    clients = Clients(load, cluster.url, channels, world, folder, written)
+    cleanup.callback(clients.stop)
+    for worker in (observer, mover):
+        assert worker.receive() == "ready"
+    clients.wait_ready()
     rivals = [cluster.another_balancer(f"rival {number}") for number in range(load.rivals)]
     for rival in rivals:
         cleanup.callback(rival.stop)
-    faults = Faults(cluster, load, written, flooder, rivals)
+    faults = Faults(cluster, load, written, flooder, rivals, clients)
     progress(f"{load.clients} clients on {load.channels} channels; faults for {load.seconds:g} s")
     faults.happen(time.monotonic() + load.seconds)
     cluster.wait_ready()
@@ -366,33 +521,15 @@ def _run(
     time.sleep(load.calm_s)
     mover.send("stop")
     moves: dict[str, int] = mover.receive()
-    for worker in clients:
-        worker.send("stop")
-    lives = sum(worker.receive(QUIET_S_MAX + ANSWER_TIMEOUT_S) for worker in clients)
+    lives = clients.end()
     observer.send("stop")
     observer.receive()
     written.close()
     cluster.check()
-    return _result(judge(sorted(folder.iterdir()), PUBLISH_S_MAX), lives, moves, faults.counts)
+    return _result(judge(sorted(folder.iterdir()), PUBLISH_S_MAX), lives, moves, faults)
 
 
-def _slots(load: Load, url: str, channels: tuple[bytes, ...], folder: Path) -> list[Slots]:
-    return [
-        Slots(
-            url=url,
-            channels=channels,
-            process=process,
-            seed=load.seed,
-            count=load.clients // load.processes,
-            journal=folder / f"clients-{process}",
-            life_s=load.life_s,
-            interval_s=load.interval_s,
-        )
-        for process in range(load.processes)
-    ]
-
-
-def _result(judgement: Judgement, lives: int, moves: dict[str, int], faults: Counter[str]) -> Result:
+def _result(judgement: Judgement, lives: int, moves: dict[str, int], faults: Faults) -> Result:
     totals = judgement.totals
     return Result(
         clients=lives,
@@ -409,9 +546,11 @@ def _result(judgement: Judgement, lives: int, moves: dict[str, int], faults: Cou
         client_lag_s_max=judgement.client_lag_s_max,
         load_average=os.getloadavg()[1],
         moves=moves,
-        faults=dict(faults),
+        faults=dict(faults.counts),
         gap_reasons=dict(judgement.gap_reasons.most_common()),
         errors=dict(judgement.errors.most_common()),
+        memory_mib=faults.memory_mib,
+        leaked=[],
         stories=judgement.stories,
     )
 
@@ -420,12 +559,16 @@ def show(result: Result) -> None:
     """Print a result, for people; the violations last."""
     for name, value in asdict(result).items():
         if isinstance(value, dict):
-            counts = cast("dict[str, int]", value)
-            sys.stdout.write(f"{name}:\n" + "".join(f"  {count:6} {key}\n" for key, count in counts.items()))
+            counts = cast("dict[str, int | tuple[float, float]]", value)
+            sys.stdout.write(f"{name}:\n" + "".join(f"  {_in_words(each):>6} {key}\n" for key, each in counts.items()))
         elif name != "stories":
             sys.stdout.write(f"{name:16} {value:.3f}\n" if isinstance(value, float) else f"{name:16} {value}\n")
     for story in result.stories:
         sys.stdout.write(f"VIOLATION {story}\n")
+
+
+def _in_words(value: int | tuple[float, float]) -> str:
+    return str(value) if isinstance(value, int) else " then ".join(f"{each:.1f}" for each in value)
 
 
 def _say(text: str) -> None:
@@ -449,11 +592,17 @@ def main() -> int:
         "--faults", nargs="*", default=AGENT_FAULTS, choices=FAULTS, metavar="FAULT", help=", ".join(FAULTS)
     )
     parser.add_argument("--rivals", type=int, default=0, help="further balancers that wait for the lease")
-    parser.add_argument("--seed", type=int, default=1, help="of everything that is left to chance but time")
+    parser.add_argument(
+        "--players", type=int, default=0, help="of RGame; the channels are the tiles of their world then"
+    )
+    parser.add_argument("--seed", type=int, help="of everything that is left to chance but time (default: a new one)")
     parser.add_argument("--json", action="store_true")
     values: dict[str, Any] = vars(parser.parse_args())
     as_json: bool = values.pop("json")
     values["faults"] = tuple(values["faults"])
+    if values["seed"] is None:
+        values["seed"] = random.SystemRandom().randrange(2**32)
+    _say(f"seed {values['seed']}")
     load = Load(**values)
     with interrupted_by_signals():
         result = churn(load, _say)

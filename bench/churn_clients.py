@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import redis.exceptions
 
 from bench import churn_journal as journal
-from bench.churn_journal import Journal, read_tag, tag
+from bench.churn_journal import BATCH, Journal, client_name, read_tag, tag
 from dynamoth_client.asyncio import PubSub, Redis, from_url
 from dynamoth_daemon.event_loop import run
+from dynamoth_sim.load.rgame import GameWorld, Join, Leave, Player, Update
 
 QUIET_S = 3.0
 """When nothing was delivered for this long after the last publish, nothing more is on its way ..."""
@@ -47,6 +50,12 @@ class Slots:
     life_s: float
     #: Mean time between two messages of a client that publishes all its life.
     interval_s: float
+    #: How many players of RGame there are besides, from which number on, and the name of their world.
+    players: int = 0
+    first_player: int = 0
+    world: str = "rgame"
+    #: Whether the process may be killed at any time, so that its journal must be complete at any time.
+    may_be_killed: bool = False
 
 
 class Clients:
@@ -55,7 +64,8 @@ class Clients:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._chance = random.Random(f"{slots.seed} {slots.process}")
-        self._journal = Journal(slots.journal)
+        self._journal = Journal(slots.journal, 1 if slots.may_be_killed else BATCH)
+        self._world = GameWorld(name=slots.world)
         self._stopping = asyncio.Event()
         self._lives = 0
         self._deliveries = 0
@@ -70,6 +80,8 @@ class Clients:
             tasks.create_task(self._watch_lag())
             for slot in range(self._slots.count):
                 tasks.create_task(self._slot(slot))
+            for number in range(self._slots.players):
+                tasks.create_task(self._player(self._slots.first_player + number))
             await loop.run_in_executor(None, pipe.recv)
             self._stopping.set()
         self._journal.close()
@@ -91,14 +103,53 @@ class Clients:
         stays = slot % 5 == 0
         await self._pause(self._chance.uniform(0.0, 2.0))
         while not self._stopping.is_set():
-            self._lives += 1
-            name = f"{self._slots.process}.{self._lives}"
+            name = self._next_name()
             live = self._stay if stays else self._chance.choice(lives)
+            await self._live(live(name))
+
+    async def _player(self, number: int) -> None:
+        """Play to the end of the run; a player whose client fails comes back as another."""
+        await self._pause(self._chance.uniform(0.0, 2.0))
+        while not self._stopping.is_set():
+            await self._live(self._play(self._next_name(), number))
+
+    def _next_name(self) -> str:
+        self._lives += 1
+        return client_name(self._slots.process, self._lives)
+
+    async def _live(self, life: Coroutine[Any, Any, None]) -> None:
+        try:
+            await life
+        except redis.exceptions.RedisError as error:
+            self._journal.note(journal.ERROR, f"{type(error).__name__}: {error}")
+            await self._pause(0.5)
+
+    async def _play(self, name: str, number: int) -> None:
+        """Walk about the world of RGame: subscribe to the tile where one is, and publish there three times a second."""
+        player = Player(number, self._world, random.Random(f"{self._slots.seed} {name}"), time.monotonic())
+        async with from_url(self._slots.url) as client, client.pubsub(gaps=True) as pubsub:
+            reading: asyncio.Task[None] | None = None
             try:
-                await live(name)
-            except redis.exceptions.RedisError as error:
-                self._journal.note(journal.ERROR, f"{type(error).__name__}: {error}")
-                await self._pause(0.5)
+                while not self._stopping.is_set() and (reading is None or not reading.done()):
+                    await self._pause(player.deadline() - time.monotonic())
+                    for action in player.step(time.monotonic()):
+                        match action:
+                            case Join(channel):
+                                await pubsub.subscribe(channel)
+                                reading = reading or asyncio.create_task(self._read(name, pubsub, None))
+                            case Leave(channel):
+                                self._journal.note(journal.ENDING, name, channel)
+                                await pubsub.unsubscribe(channel)
+                            case Update(channel):
+                                await self._publish(client, name, channel)
+                await self._until_quiet()
+            finally:
+                if reading is not None:
+                    reading.cancel()
+                    await asyncio.gather(reading, return_exceptions=True)
+                self._journal.note(journal.DIED, name)
+            if reading is not None and not reading.cancelled() and (error := reading.exception()) is not None:
+                raise error
 
     async def _visit(self, name: str) -> None:
         """Publish once, on a channel or two, and go at once or soon."""
@@ -169,7 +220,8 @@ class Clients:
             if not reading.cancelled() and (error := reading.exception()) is not None:
                 raise error
 
-    async def _read(self, name: str, pubsub: PubSub, subscribed: set[bytes]) -> None:
+    async def _read(self, name: str, pubsub: PubSub, subscribed: set[bytes] | None) -> None:
+        """Note what comes, until nothing of ``subscribed`` is left; None: without end."""
         note = self._journal.note
         async for message in pubsub.listen():
             kind, channel, data = message["type"], message["channel"], message["data"]
@@ -181,9 +233,10 @@ class Clients:
                 note(journal.CONFIRMED, name, channel)
             elif kind == "unsubscribe":
                 note(journal.ENDED, name, channel)
-                subscribed.discard(channel)
-                if not subscribed:
-                    return
+                if subscribed is not None:
+                    subscribed.discard(channel)
+                    if not subscribed:
+                        return
             elif kind == "gap":
                 note(journal.GAP, name, channel, data.publisher, data.count, data.reason)
 

@@ -30,6 +30,7 @@ CONFIRMED = "confirmed"
 ENDING = "ending"
 ENDED = "ended"
 DIED = "died"
+KILLED = "process of clients killed"
 DELIVERED = "delivered"
 GAP = "gap"
 SEEN = "seen"
@@ -40,7 +41,7 @@ LAG = "event loop is late"
 ERROR = "error"
 
 BATCH = 500
-"""Events are written together: each write is a call of the system."""
+"""Events are written together: each write is a call of the system. One at a time where the process may be killed."""
 
 STORIES_MAX = 10
 """Violations that are described with all that is known of their message."""
@@ -65,17 +66,29 @@ def read_tag(payload: bytes) -> tuple[str, int] | None:
     return parts[1].decode(), int(parts[2])
 
 
+def client_name(process: int, number: int) -> str:
+    """Return the name of a client, by the number of its process and its own number there."""
+    return f"{process}.{number}"
+
+
+def process_of(client: str) -> int:
+    """Return the number of the process of a client; -1 for names that ``client_name`` did not make."""
+    process, _, number = client.partition(".")
+    return int(process) if number else -1
+
+
 class Journal:
     """The events of one process, in order of time."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file.open("wb")
+    def __init__(self, file: Path, batch: int = BATCH) -> None:
+        self._file = file.open("wb", buffering=0)
+        self._batch = batch
         self._events: list[Event] = []
 
     def note(self, kind: str, *details: Any) -> None:
         """Write an event down, at the present time."""
         self._events.append((time.monotonic(), kind, *details))
-        if len(self._events) >= BATCH:
+        if len(self._events) >= self._batch:
             self._flush()
 
     def close(self) -> None:
@@ -84,7 +97,7 @@ class Journal:
         self._file.close()
 
     def _flush(self) -> None:
-        marshal.dump(self._events, self._file)
+        self._file.write(marshal.dumps(self._events))
         self._events = []
 
 
@@ -126,6 +139,8 @@ class _Judge:
     def __init__(self, names: Mapping[int, str], publish_s_max: float) -> None:
         self._names = names
         self._began: dict[tuple[str, bytes, int], float] = {}
+        #: The names of clients, by the number of their process.
+        self._clients: dict[int, set[str]] = {}
         self._audit = Audit(losses_allowed=True, publish_s_max=publish_s_max)
         self._gap_reasons: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -139,6 +154,7 @@ class _Judge:
             audit.delivered(subscriber, channel, publisher, number, at)
         elif kind == PUBLISHED:
             publisher, channel, number = details
+            self._know(publisher)
             audit.published(publisher, channel, number, at)
             self._began[publisher, channel, number] = at
         elif kind == PUBLISH_ENDED:
@@ -147,6 +163,7 @@ class _Judge:
             self._gap(*details, at=at)
         elif kind == CONFIRMED:
             subscriber, channel = details
+            self._know(subscriber)
             audit.confirmed(subscriber, channel, at)
         elif kind == ENDING:
             audit.ending(*details)
@@ -156,12 +173,24 @@ class _Judge:
         elif kind == DIED:
             [subscriber] = details
             audit.subscriber_died(subscriber, at)
+        elif kind == KILLED:
+            [process] = details
+            self._killed(process, at)
         elif kind == CALM:
             audit.calm()
         elif kind == LAG:
             self._lag_s_max = max(self._lag_s_max, details[1])
         elif kind == ERROR:
             self._errors[details[0]] += 1
+
+    def _know(self, client: str) -> None:
+        self._clients.setdefault(process_of(client), set()).add(client)
+
+    def _killed(self, process: int, at: float) -> None:
+        """Handle the end of a process: its clients are gone, and what they had not finished is due to nobody."""
+        for name in self._clients.pop(process, ()):
+            self._audit.publisher_died(name)
+            self._audit.subscriber_died(name, at)
 
     def _publish_ended(self, publisher: str, channel: bytes, number: int, why: str | None, *, at: float) -> None:
         self._audit.publish_ended(publisher, channel, number, at, failed=why is not None)
@@ -223,7 +252,7 @@ def _story(violation: Violation, files: list[Path]) -> str:
 
 
 def _concerns(violation: Violation, kind: str, details: list[Any]) -> bool:
-    if kind in (FAULT, CALM, LAG):
+    if kind in (FAULT, CALM, LAG, KILLED):
         return True
     if kind in (SEEN, CHANGE):
         return details[-1] == violation.channel and (kind == CHANGE or details[1] == violation.publisher)

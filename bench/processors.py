@@ -68,3 +68,21 @@ class BusyMeter:
         user, nice, system, idle, waiting, *others = map(int, line.split()[1:9])
         unused = nice + idle + waiting
         return unused, user + system + unused + sum(others)
+
+
+def resident_mib(process: int) -> float:
+    """Return how much memory a process has, in MiB; 0 when it has ended (Linux)."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def children_of_ours() -> dict[int, str]:
+    """Return the command lines of the processes that this one has started and that have not ended, by id (Linux)."""
+    found: dict[int, str] = {}
+    for children in Path("/proc/self/task").glob("*/children"):
+        for process in map(int, children.read_text().split()):
+            found[process] = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ").strip()
+    return found

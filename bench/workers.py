@@ -56,6 +56,12 @@ class Worker:
             self._process.join()
         self._pipe.close()
 
+    def kill(self) -> None:
+        """Kill the process, as a crash would."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
     def _failure(self) -> WorkerFailed:
         self._process.join(STOP_TIMEOUT_S)
         return WorkerFailed(f"process {self._process.pid} of clients has ended (status {self._process.exitcode})")

@@ -18,12 +18,12 @@ from tests.redis_servers import free_port, redis_server, redis_server_factory
 __all__ = ["free_port", "redis_server", "redis_server_factory"]
 
 # No deadline, and nothing is too slow: other work on the machine must not fail a test. In CI the same examples every
-# time; many more of them in `make soak`. A failure prints the blob that replays it.
+# time; many more of them in `make exhaustive`. A failure prints the blob that replays it.
 settings.register_profile(
     "local", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
-settings.register_profile("soak", settings.get_profile("local"), max_examples=5_000)
+settings.register_profile("exhaustive", settings.get_profile("local"), max_examples=5_000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

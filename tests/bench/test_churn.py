@@ -9,7 +9,7 @@ import pytest
 
 from bench import churn_journal as journal
 from bench.churn import Load, churn
-from bench.churn_journal import Event, Journal, Judgement, judge, read, read_all, read_tag, tag
+from bench.churn_journal import Event, Journal, Judgement, client_name, judge, read, read_all, read_tag, tag
 from dynamoth_client.machines.sequences import SUSPICIONS
 
 CHANNEL = b"churn:1"
@@ -155,9 +155,36 @@ GENTLE = Load(
     fault_pause_s=0.5,
     flood_per_s=50_000,
     faults=("hang-kill", "flush-all", "flood-kill", "flush", "hang-wake"),
+    players=4,
     rivals=1,
     seed=5,
 )
+
+
+def test_the_clients_of_a_killed_process_are_gone_and_what_they_had_begun_is_due_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = client_name(3, 1), client_name(4, 1)
+    write(
+        tmp_path / "theirs",
+        [
+            (0.5, journal.CONFIRMED, theirs, CHANNEL),
+            (3.5, journal.DELIVERED, theirs, CHANNEL, mine, 1),
+            (9.0, journal.DIED, theirs),
+        ],
+        monkeypatch,
+    )
+    begun = [
+        (0.5, journal.CONFIRMED, mine, CHANNEL),
+        *published(1.0, mine, 1),
+        (4.0, journal.PUBLISHED, mine, CHANNEL, 2),
+    ]
+    write(tmp_path / "mine", begun, monkeypatch)
+    assert judge(sorted(tmp_path.iterdir()), PUBLISH_S_MAX).violations
+    write(tmp_path / "faults", [(4.1, journal.KILLED, 3)], monkeypatch)
+    judgement = judge(sorted(tmp_path.iterdir()), PUBLISH_S_MAX)
+    assert not judgement.violations, judgement.stories
+    assert judgement.totals.published == 2
 
 
 def test_clients_come_and_go_while_agents_fail_and_nothing_is_lost_silently() -> None:
