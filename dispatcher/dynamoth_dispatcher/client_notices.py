@@ -169,6 +169,10 @@ class ClientNotices:
             transition = self._transitions.get(logical_channel(physical))
             if transition is None or Location(self._server, physical) not in transition.new_here:
                 continue
+            if self._transitions.take_loss(transition):  # the list of listeners may come later than the marker
+                notice = seal_control(LossNotice(transition.channel, None))
+                for server in sorted(transition.old_servers):
+                    actions += self._forwarder.forward(Location(server, transition.channel), notice)
             marker = seal_control(Marker(transition.channel, self._server, message.number))
             relayed = is_relayed(transition.entry.route)
             for server in sorted(named & transition.old_servers):

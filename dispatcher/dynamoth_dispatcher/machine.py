@@ -297,6 +297,7 @@ class DispatcherMachine:
         for transition in self.transitions.all():
             notice = seal_control(LossNotice(transition.channel, None))
             if is_slot(transition.channel):  # the dispatchers there know which channels somebody listens to
+                self.transitions.note_loss(transition.channel)
                 for location in self._elsewhere(transition.channel, transition.entry):
                     actions += self.forwarder.relay(location, notice)
                 continue

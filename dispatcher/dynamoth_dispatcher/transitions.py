@@ -55,6 +55,8 @@ class Transition:
     vacated_at: float = float("-inf")
     #: Of a slot: the channels that inherit its entry, as far as they have shown up.
     members: dict[bytes, Transition] = field(default_factory=dict[bytes, "Transition"])
+    #: Of a member: how many losses of its slot its listeners elsewhere know of.
+    losses: int = 0
 
 
 class Transitions:
@@ -66,6 +68,8 @@ class Transitions:
         self._counters = counters
         #: By the names of channels and slots.
         self._by_channel: dict[bytes, Transition] = {}
+        #: How often messages of slots in transition were not observed here; at most one number per slot.
+        self._losses: dict[bytes, int] = {}
         #: How many of them are slots.
         self._slots = 0
         #: That of the dispatcher, which says which slot a channel inherits from.
@@ -121,6 +125,8 @@ class Transitions:
                 self._next_tick_at = now
         if is_slot(channel):
             self._slots += (transition is not None) - (before is not None)
+            if transition is None:
+                self._losses.pop(channel, None)
         return transition
 
     def _transition(self, channel: bytes, entry: Entry, notice_at: float, poll_at: float) -> Transition | None:
@@ -135,6 +141,18 @@ class Transitions:
             return None
         old_servers = frozenset(place.server for place in old)
         return Transition(channel, entry, old_here, new_here, old_servers, notice_at, poll_at)
+
+    def note_loss(self, slot: bytes) -> None:
+        """Note that messages of a slot's channels may not have been forwarded from here."""
+        self._losses[slot] = self._losses.get(slot, 0) + 1
+
+    def take_loss(self, transition: Transition) -> bool:
+        """Return whether the listeners of a member must learn of losses before its next marker; once for each loss."""
+        if not self._losses or self.plan is None:
+            return False
+        losses = self._losses.get(self.plan.slot_above(transition.channel) or b"", 0)
+        before, transition.losses = transition.losses, losses
+        return losses > before
 
     def deadline(self) -> float | None:
         """Return when something may be due."""
