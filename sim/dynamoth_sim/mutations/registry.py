@@ -11,6 +11,7 @@ from dynamoth_sim.mutations import (
     published_protocol,
     recording,
     rights,
+    slots,
     standalone,
 )
 from dynamoth_sim.mutations.mutation import Check
@@ -25,4 +26,5 @@ CHECKS: tuple[Check, ...] = (
     *delivery.CHECKS,
     *compatibility.CHECKS,
     *elastic.CHECKS,
+    *slots.CHECKS,
 )

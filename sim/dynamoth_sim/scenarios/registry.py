@@ -14,6 +14,7 @@ from dynamoth_sim.scenarios import (
     recording,
     replication,
     rights,
+    slots,
     standalone,
 )
 from dynamoth_sim.scenarios.stage import Scenario
@@ -33,6 +34,7 @@ SCENARIOS: dict[str, Scenario] = dict(
             **recording.SCENARIOS,
             **elastic.SCENARIOS,
             **operator.SCENARIOS,
+            **slots.SCENARIOS,
         }.items()
     )
 )
