@@ -33,6 +33,7 @@ class World:
     fixed: set[bytes] = field(default_factory=set[bytes])
     options: BalancerOptions = field(default_factory=BalancerOptions)
     draining: frozenset[str] = frozenset()
+    releasing: frozenset[str] = frozenset()
     down: frozenset[str] = frozenset()
     #: Channels with so many publications that they are spread at half of a server's load.
     hot: frozenset[bytes] = frozenset()
@@ -66,6 +67,7 @@ class World:
             self.options,
             [self._figures(channel) for channel in free if self.down.isdisjoint(self.places[channel].servers)],
             draining={server: self.rates(server) for server in self.draining},
+            releasing={server: self.rates(server) for server in self.releasing},
         )
 
     def decide(self, *goals: Goal) -> Decision:

@@ -10,9 +10,10 @@ The goals, in their order:
 
 1. ``replicate``: Algorithm 1. First, because a channel that is too large for one server has no good place.
 2. ``relieve``: Algorithm 2.
-3. ``drain``: empties servers that an operator wants to stop: first of their channels,
-4. then of their slots.
-5. ``spread``: gives slots to servers that have too few, such as new ones.
+3. ``release``: at low load, empties a server that is no longer needed.
+4. ``drain``: empties servers that an operator wants to stop. Both first move channels, and then, in the same order,
+5. slots.
+6. ``spread``: gives slots to servers that have too few, such as new ones.
 
 The goals that move slots go on in steps without waiting between two plans: each step is small, by the load and the
 subscriptions of its slots, and a server has many slots.
@@ -197,10 +198,11 @@ class Cluster:
     ``figures`` has the channels whose replication may be changed now: all replicated ones, and those that make much of
     a server's load. ``dead`` maps each server that has been away for long to the replicated channels with a replica
     there. ``draining`` maps each server that is being drained to its channels; no move puts a channel there, or leaves
-    one of its replicas there. ``blind`` has the servers whose agents do not see what is published: they count as
-    overloaded, and no move puts a channel there. ``full`` has the servers that are nearly out of connections or memory,
-    and of what: no move puts a channel there. ``slots`` has the slots of each server, with the load of each,
-    and ``slot_subscriptions`` how many subscriptions a slot of a server has on average.
+    one of its replicas there. ``releasing`` does the same for each server that is being emptied at low load. ``blind``
+    has the servers whose agents do not see what is published: they count as overloaded, and no move puts a channel
+    there. ``full`` has the servers that are nearly out of connections or memory, and of what: no move puts a channel
+    there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` how many
+    subscriptions a slot of a server has on average.
     """
 
     servers: dict[str, ServerLoad]
@@ -214,6 +216,7 @@ class Cluster:
     slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     full: Mapping[str, str] = field(default_factory=dict[str, str])
     slot_subscriptions: Mapping[str, float] = field(default_factory=dict[str, float])
+    releasing: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     #: How many channels, and how many slots, these moves take away from each server, and bring to it.
@@ -262,7 +265,7 @@ class Cluster:
         return (
             move.channel not in self.moves
             and self._has_place(move)
-            and self.draining.keys().isdisjoint(move.after.servers)
+            and self.leaving.isdisjoint(move.after.servers)
             and self._closed.isdisjoint(move.joined)
             and (move.replicates or self.movable(move.channel, move.source))
             and all(permits(self, move) for permits in self._guards)
@@ -300,8 +303,13 @@ class Cluster:
     @property
     def targets(self) -> list[ServerLoad]:
         """The servers that may get channels."""
-        closed = self.draining.keys() | self._closed
+        closed = self.leaving | self._closed
         return [server for server in self.servers.values() if server.id not in closed]
+
+    @property
+    def leaving(self) -> Set[str]:
+        """The servers that give up all that they have, whoever wants that."""
+        return self.draining.keys() | self.releasing.keys()
 
     @property
     def _closed(self) -> Set[str]:
@@ -310,7 +318,7 @@ class Cluster:
 
     def candidates(self, present: Iterable[str]) -> list[ServerLoad]:
         """Return the servers that may have a channel which is at ``present`` now: full ones keep theirs."""
-        kept = {server for server in present if server in self.full and server not in self.draining}
+        kept = {server for server in present if server in self.full and server not in self.leaving}
         return [*self.targets, *(self.servers[server] for server in sorted(kept & self.servers.keys() - self.blind))]
 
     def roomiest(self, besides: str) -> ServerLoad | None:
@@ -360,7 +368,7 @@ class Cluster:
             coming = sum(server in move.joined for move in moves)
             assert max(leaving, coming) <= options.moves_per_server_max, f"{server}: {leaving} leave, {coming} come"
         for move in self.moves.values():
-            closed = self.draining.keys() & set(move.after.servers) | self._closed & move.joined
+            closed = self.leaving & set(move.after.servers) | self._closed & move.joined
             assert not closed, f"{move.channel!r} comes to {sorted(closed)}, which take no channels"
             assert move.before != move.after, f"{move.channel!r} is moved to where it is"
 

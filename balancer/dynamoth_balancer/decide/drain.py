@@ -7,9 +7,11 @@ replicated or folded back need not be moved first. Other goals cannot put channe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Set
+
 from dynamoth.plan.plan import Mode
 from dynamoth.plan.slots import is_slot
-from dynamoth_balancer.decide.cluster import Cluster, Finding, Move, ServerLoad, busiest_first
+from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
 from dynamoth_balancer.decide.relieve import why_they_stay
 from dynamoth_balancer.decide.replicate import Change
 from dynamoth_balancer.decide.spread import give_slots
@@ -26,39 +28,16 @@ class Drain:
 
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose moves away from servers that are being drained, and add findings for the channels that stay."""
-        moves = self._replicas(cluster)
+        moves = move_replicas(cluster, cluster.draining.keys(), _reason)
         for name in sorted(cluster.draining):
             if name in cluster.servers:
-                moves += self._channels(cluster, cluster.servers[name])
+                moves += move_channels(cluster, cluster.servers[name], cluster.draining[name], _reason(name))
             self._find(cluster, name)
         return moves
 
     def permits(self, cluster: Cluster, move: Move) -> bool:
         """Permit all: no move brings anything back."""
         return True
-
-    def _replicas(self, cluster: Cluster) -> list[Move]:
-        moves: list[Move] = []
-        for figures in cluster.figures if cluster.targets else ():
-            leaves = sorted(cluster.draining.keys() & set(figures.assignment.servers))
-            if figures.assignment.mode is not Mode.SINGLE and leaves:
-                move = Change(cluster, figures).drained(_reason(*leaves))
-                if move is not None and cluster.take(move):
-                    moves.append(move)
-        return moves
-
-    def _channels(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
-        moves: list[Move] = []
-        for load in busiest_first(cluster.draining[source.id], source):
-            if is_slot(load.channel):
-                continue
-            target = cluster.roomiest(source.id)
-            if target is None or cluster.is_full or cluster.has_given(source.id):
-                break
-            move = cluster.move(load, source, target, _reason(source.id))
-            if cluster.take(move):
-                moves.append(move)
-        return moves
 
     def _find(self, cluster: Cluster, name: str) -> None:
         left = [load for load in cluster.draining[name] if load.channel not in cluster.moves]
@@ -98,6 +77,33 @@ class DrainSlots:
     def permits(self, cluster: Cluster, move: Move) -> bool:
         """Permit all: no move brings anything back."""
         return True
+
+
+def move_replicas(cluster: Cluster, sources: Set[str], reason: Callable[..., str]) -> list[Move]:
+    """Propose that replicated channels leave some servers; ``reason`` makes a text of the names of those servers."""
+    moves: list[Move] = []
+    for figures in cluster.figures if cluster.targets else ():
+        leaves = sorted(sources & set(figures.assignment.servers))
+        if figures.assignment.mode is not Mode.SINGLE and leaves:
+            move = Change(cluster, figures).drained(reason(*leaves))
+            if move is not None and cluster.take(move):
+                moves.append(move)
+    return moves
+
+
+def move_channels(cluster: Cluster, source: ServerLoad, loads: Iterable[ChannelRate], reason: str) -> list[Move]:
+    """Propose to move the channels among ``loads`` away from a server, the busiest first."""
+    moves: list[Move] = []
+    for load in busiest_first(loads, source):
+        if is_slot(load.channel):
+            continue
+        target = cluster.roomiest(source.id)
+        if target is None or cluster.is_full or cluster.has_given(source.id):
+            break
+        move = cluster.move(load, source, target, reason)
+        if cluster.take(move):
+            moves.append(move)
+    return moves
 
 
 def _reason(*servers: str) -> str:

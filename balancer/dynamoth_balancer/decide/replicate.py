@@ -179,9 +179,9 @@ class Replicate:
         return moves
 
     def permits(self, cluster: Cluster, move: Move) -> bool:
-        """Permit moves of channels that are at one server, and stay so; replicas leave only servers being drained."""
+        """Permit moves of channels that are at one server, and stay so; replicas leave only emptied servers."""
         stays_single = move.before.mode is Mode.SINGLE and move.after.mode is Mode.SINGLE
-        return stays_single or not cluster.draining.keys().isdisjoint(move.before.servers)
+        return stays_single or not cluster.leaving.isdisjoint(move.before.servers)
 
 
 def _dead(server: str, channels: Sequence[bytes]) -> Finding:
