@@ -1,4 +1,4 @@
-"""Servers that have machines of their own, as far as the network goes: for the benchmark of replication.
+"""Servers that have machines of their own, as far as the network goes: for the benchmarks of the paper's experiments.
 
 Theory of operation
 -------------------
@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from dynamoth.errors import ClusterUnavailable, DynamothError
@@ -90,6 +90,8 @@ class Network:
         self._subnet = ""
         #: The machines by id: their addresses.
         self.addresses: dict[str, str] = {}
+        #: The same machines: our ends of their cables.
+        self._cables: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         check_possible()
@@ -125,6 +127,7 @@ class Network:
         queue = ("limit", str(int(self._bytes_per_s * QUEUE_S)))
         _call("tc", "-n", namespace, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *limit, *queue)
         self.addresses[id_] = f"{self._subnet}.{number}"
+        self._cables[id_] = cable
 
     def namespace(self, id_: str) -> str:
         """Return the name of a machine's namespace."""
@@ -138,6 +141,13 @@ class Network:
         """Return how many packets the machines' limits have dropped."""
         return sum(self._dropped(id_) for id_ in self.addresses)
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Return how many bytes each machine has sent so far, behind its limit, Ethernet headers included."""
+        return {
+            id_: int(Path(f"/sys/class/net/{cable}/statistics/rx_bytes").read_text())
+            for id_, cable in self._cables.items()
+        }
+
     def _dropped(self, id_: str) -> int:
         shown = _call("tc", "-n", self.namespace(id_), "-s", "-json", "qdisc", "show", "dev", _INTERFACE)
         return sum(int(queue["drops"]) for queue in json.loads(shown))
@@ -150,7 +160,7 @@ def check_possible() -> None:
     for tool in ("ip", "tc"):
         _tool(tool)
     if os.geteuid() != 0:
-        again = f"sudo {sys.executable} -m bench replication"
+        again = f"sudo {' '.join([sys.executable, *sys.orig_argv[1:]])}"
         raise NotPossible(f"needs root, to make network namespaces and to limit their rate: run '{again}'")
 
 
@@ -206,10 +216,33 @@ def _tool(name: str) -> str:
     return found
 
 
+def redis_command(
+    address: str, folder: Path, options: Mapping[str, str] = MappingProxyType({}), program: Path | None = None
+) -> list[str]:
+    """Return how a server is started: as it comes, but for what keeps it off the disk and lets others in."""
+    all_options = {
+        "bind": address,
+        "port": str(PORT),
+        "protected-mode": "no",  # there is no way to it but over the bridge
+        "dir": str(folder),
+        "save": "",
+        "logfile": "/dev/stderr",
+        **options,
+    }
+    program = find_redis_server() if program is None else program
+    return [str(program), *(word for name, value in all_options.items() for word in (f"--{name}", value))]
+
+
 class LimitedCluster:
-    """Redis servers with their agents, each on a machine of ``network``, and a balancer that decides nothing itself.
+    """Redis servers with their agents, each on a machine of ``network``, and a balancer.
 
     As a context manager it is ready on entry, and all of its processes have ended on exit.
+
+    Args:
+        network: gets a machine for each server.
+        servers: how many.
+        settings: by key, for agents and balancer: ``{"balancer.wait_s": 4.0}``.
+        paused: whether the balancer decides nothing by itself.
 
     Raises (on entry):
         ChildEnded: a process has ended.
@@ -218,8 +251,17 @@ class LimitedCluster:
 
     """
 
-    def __init__(self, network: Network, servers: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        servers: int,
+        *,
+        settings: Mapping[str, object] = MappingProxyType({}),
+        paused: bool = True,
+    ) -> None:
         self._network = network
+        self._settings = settings
+        self._paused = paused
         self.server_ids = [f"s{index + 1}" for index in range(servers)]
         self._undo = ExitStack()
         self._children: list[Child] = []
@@ -259,7 +301,8 @@ class LimitedCluster:
         for id_ in self.server_ids:
             self._network.add(id_)
         for id_ in self.server_ids:
-            self._run(f"server {id_}", self._network.inside(id_, self._redis_command(id_, folder)))
+            command = redis_command(self._network.addresses[id_], folder)
+            self._run(f"server {id_}", self._network.inside(id_, command))
         self._wait(self._silent_server)
         config_file = folder / "dynamoth.toml"
         config_file.write_text(self._configuration())
@@ -269,7 +312,8 @@ class LimitedCluster:
             self._run(f"agent {id_}", self._network.inside(id_, command))
         self._run("balancer", dynamoth_command("balancer", *with_config))
         self._wait(self._not_at_work)
-        self.ask_balancer("pause", {})
+        if self._paused:
+            self.ask_balancer("pause", {})
 
     def _run(self, name: str, command: list[str]) -> None:
         child = Child(name, command, environment=environment_without_settings())
@@ -277,20 +321,12 @@ class LimitedCluster:
         self._children.append(child)
         child.start()
 
-    def _redis_command(self, id_: str, folder: Path) -> list[str]:
-        """Return how a server is started: as it comes, but for what keeps it off the disk and lets others in."""
-        options = {
-            "bind": self._network.addresses[id_],
-            "port": str(PORT),
-            "protected-mode": "no",  # there is no way to it but over the bridge
-            "dir": str(folder),
-            "save": "",
-            "logfile": "/dev/stderr",
-        }
-        return [str(find_redis_server()), *(word for name, value in options.items() for word in (f"--{name}", value))]
-
     def _configuration(self) -> str:
-        lines: list[str] = []
+        sections: dict[str, list[str]] = {}
+        for key, value in self._settings.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, []).append(f"{name} = {to_text(value, quoted=True)}")
+        lines = [line for section, values in sections.items() for line in (f"[{section}]", *values)]
         for id_ in self.server_ids:
             url = f"redis://{self._network.addresses[id_]}:{PORT}"
             lines += ["[[cluster.servers]]", f"id = {to_text(id_, quoted=True)}", f"url = {to_text(url, quoted=True)}"]

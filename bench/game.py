@@ -1,0 +1,187 @@
+"""What the benchmarks of RGame decide without I/O: how many players there are, where channels live, what is held.
+
+They repeat experiments 2 and 3 of the Dynamoth paper (sections V-D and V-E, figures 5 to 7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from dynamoth.plan.slots import slot_number, slot_of
+
+PAPER_RESPONSE_MS_MAX = 150.0
+"""A game is good to play while the mean response time is below this (Dynamoth, section V-D)."""
+
+
+# The number of players.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many players there are at what time: straight lines between points (seconds, players)."""
+
+    points: tuple[tuple[float, int], ...]
+
+    def __post_init__(self) -> None:
+        """Check the order of the points."""
+        times = [at_s for at_s, _ in self.points]
+        if not times or any(later <= earlier for earlier, later in pairwise(times)):
+            raise ValueError("a schedule needs points whose times increase")
+
+    @property
+    def duration_s(self) -> float:
+        """The time of the last point."""
+        return self.points[-1][0]
+
+    def players(self, at_s: float) -> int:
+        """Return how many players there are at ``at_s`` seconds after the start."""
+        before_s, before = self.points[0]
+        if at_s <= before_s:
+            return before
+        for after_s, after in self.points[1:]:
+            if at_s <= after_s:
+                return round(before + (after - before) * (at_s - before_s) / (after_s - before_s))
+            before_s, before = after_s, after
+        return before
+
+
+# Latency of a wide area network.
+
+WAN_MS_MEDIAN = 30.0
+WAN_SIGMA = 0.5
+"""One sample is log-normal with this median and this standard deviation of its logarithm: mean 34 ms, p99 96 ms. The
+paper takes samples from measurements between hosts in North America (King), which are not ours to distribute. Two of
+its samples make up nearly all of the 75 ms that it shows for servers with time to spare; two of ours are 68 ms on
+average."""
+
+
+class WideArea:
+    """Samples of what a message from client to client takes in a wide area network (section V-B, rule 3)."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._mu = math.log(WAN_MS_MEDIAN * 1e6)
+
+    def round_trip_ns(self) -> int:
+        """Return two samples, added: from the client to the server, and from there to the client."""
+        draw = self._random.lognormvariate
+        return int(draw(self._mu, WAN_SIGMA) + draw(self._mu, WAN_SIGMA))
+
+
+# Consistent hashing.
+
+
+class FairHashing:
+    """Consistent hashing at its best: all servers have equally many slots, and nothing moves but to a new server.
+
+    A server that is added takes 1/(n+1) of the slots, the same share from each of the n others.
+    """
+
+    def __init__(self, channels: Iterable[bytes], slots: int) -> None:
+        """Give everything to no server.
+
+        Args:
+            channels: all that there are.
+            slots: how many slots names are hashed to; those of ``dynamoth.plan.slots``.
+
+        """
+        self._slot_of = {channel: slot_number(slot_of(channel)) or 0 for channel in channels}
+        self._owners: list[str | None] = [None] * slots
+        #: In the order in which they were added.
+        self.servers: list[str] = []
+
+    def add(self, server: str) -> dict[bytes, str]:
+        """Add a server. Returns the channels that move to it."""
+        count = len(self.servers) + 1
+        taken: set[int] = set()
+        sources: Sequence[str | None] = self.servers or [None]
+        for number, source in enumerate(sources):
+            mine = [slot for slot, owner in enumerate(self._owners) if owner == source]
+            keep = len(self._owners) // count + (number < len(self._owners) % count) if self.servers else 0
+            # Slots are spread like hashes: every n-th of them, not the first.
+            Random(f"{server} {source}").shuffle(mine)
+            taken.update(mine[keep:])
+        for slot in taken:
+            self._owners[slot] = server
+        self.servers.append(server)
+        return {channel: server for channel, slot in self._slot_of.items() if slot in taken}
+
+    def slots_of(self, server: str) -> int:
+        """Return how many slots a server has."""
+        return self._owners.count(server)
+
+
+@dataclass
+class AddWhenLoaded:
+    """The rule that adds a server to consistent hashing: one is above ``ratio_high``, averaged over some time.
+
+    The thresholds and times are those of our balancer. ``servers_max``: 8 in the paper.
+    """
+
+    servers_max: int
+    ratio_high: float = 0.8
+    averaging_s: int = 10
+    wait_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        """Begin without any measurement."""
+        self._latest: list[Mapping[str, float]] = []
+        self._rested_s = math.inf
+
+    def observe(self, ratios: Mapping[str, float], servers: int) -> bool:
+        """Take the load ratios of one second. Returns whether a server is to be added now."""
+        self._latest = [*self._latest, ratios][-self.averaging_s :]
+        self._rested_s += 1.0
+        if len(self._latest) < self.averaging_s or self._rested_s < self.wait_s or servers >= self.servers_max:
+            return False
+        mean = {id_: sum(each[id_] for each in self._latest) / len(self._latest) for id_ in ratios}
+        if max(mean.values()) <= self.ratio_high:
+            return False
+        self._rested_s = 0.0
+        return True
+
+
+# What is held.
+
+WINDOW_S = 5
+GRACE_S = 20
+"""A mean over ``WINDOW_S`` that is too high for longer than ``GRACE_S`` is no burst: the paper has short ones when
+a plan changes, and does not count them."""
+
+
+@dataclass(frozen=True)
+class Second:
+    """The response times that clients saw in one second: their number and their sum."""
+
+    players: int
+    responses: int
+    response_ms_sum: float
+
+
+def mean_response_ms(seconds: Sequence[Second]) -> float | None:
+    """Return the mean over all responses; None when there was none."""
+    responses = sum(second.responses for second in seconds)
+    return sum(second.response_ms_sum for second in seconds) / responses if responses else None
+
+
+def players_held(seconds: Sequence[Second], response_ms_max: float = PAPER_RESPONSE_MS_MAX) -> int:
+    """Return the most players that there were before the mean response time got too high, and stayed so.
+
+    No response at all is too high, too.
+    """
+    high_since: int | None = None
+    most = 0
+    for index in range(len(seconds)):
+        mean = mean_response_ms(seconds[max(0, index - WINDOW_S + 1) : index + 1])
+        if mean is not None and mean <= response_ms_max:
+            high_since = None
+            most = max(most, seconds[index].players)
+            continue
+        high_since = index if high_since is None else high_since
+        if index - high_since >= GRACE_S:
+            break
+    return most
