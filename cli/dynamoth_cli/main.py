@@ -57,6 +57,7 @@ COMMANDS = {
     "plan": Command("dynamoth_cli.commands.plan", "show, move and replicate channels; compatibility rules"),
     "explain": Command("dynamoth_cli.commands.explain", "why a channel is where it is, and what a server carries"),
     "rebalance": Command("dynamoth_cli.commands.rebalance", "show what the balancer would do now, or make it do so"),
+    "server": Command("dynamoth_cli.commands.server", "list the servers; drain one, so that it can be stopped"),
     "acl": Command(
         "dynamoth_cli.commands.acl", "print Redis users with the rights of agents, balancer, clients and operators"
     ),
