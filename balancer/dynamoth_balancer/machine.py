@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, assert_never
 
@@ -71,6 +72,7 @@ from dynamoth_balancer.install.hearing import Hearing
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
+from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.recovery import Conflict
 from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
@@ -147,6 +149,8 @@ class BalancerMachine:
         self.health = Health()
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
+        #: Changes of the list of servers.
+        self.membership = Membership(self._leading_installer)
         self._explainer = Explainer(self._decider, self._model, self._server_status)
         self._admin = Admin(
             {
@@ -156,6 +160,7 @@ class BalancerMachine:
             },
             Changes(self.load_ratio, self._change, self._decider.hold),
             Rebalance(self._decider, self._carry_out),
+            self.membership,
             self._latest_installer,
             self.options,
             self._records.on_pause,
@@ -187,6 +192,10 @@ class BalancerMachine:
         return self.stage is Stage.CONTENDING and self._contention.stands_by
 
     @property
+    def _draining(self) -> frozenset[str]:
+        return frozenset() if self._installer is None else self._installer.draining
+
+    @property
     def transitions(self) -> int:
         """How many channels are in transition."""
         return 0 if self._installer is None else len(self._installer.transitions)
@@ -199,7 +208,7 @@ class BalancerMachine:
     def channels_left(self, server: str, now: float) -> int | None:
         """Return how many channels a server being drained still has, by its reports; None while unknown."""
         installer = self._installer
-        if server not in self.options.draining or installer is None or self.load_ratio(server, now) is None:
+        if installer is None or server not in installer.draining or self.load_ratio(server, now) is None:
             return None
         return self._decider.channels_left(server, installer)
 
@@ -479,7 +488,25 @@ class BalancerMachine:
         actions.append(PlanChanged(book.plan, reason, tuple(installer.transitions)))
         for server, run_id in self._run_ids.items():
             actions += installer.link_up(server, run_id, now, found.get(server))
-        return actions
+        return [*actions, *self._drain_as_configured(installer, now)]
+
+    def _drain_as_configured(self, installer: Installer, now: float) -> list[InnerAction]:
+        """Drain the servers that the configuration names, if nobody has administered this cluster yet."""
+        draining = self.options.draining
+        if draining == installer.draining or not draining:
+            return []
+        details = {"configured": sorted(draining), "plan": sorted(installer.draining)}
+        if installer.plan.administration.version:
+            text = (
+                "draining = true is not used: which servers are drained is in the stored plan; take it out of the"
+                " configuration, and type 'dynamoth server drain' or 'undrain'"
+            )
+            return [Note("warning", text, details)]
+        administration = replace(installer.plan.administration, draining=draining)
+        try:
+            return installer.administer(administration, None, "the configuration has draining = true", now)
+        except RequestRefused as error:
+            return [Note("error", "the configured draining cannot begin", {**details, "reason": str(error)})]
 
     def _note_conflicts(self, conflicts: Sequence[Conflict]) -> list[Note]:
         """Report copies that cannot be ours."""
@@ -534,7 +561,7 @@ class BalancerMachine:
             down=self._down_reasons,
             emptied=[
                 server
-                for server in self.options.draining
+                for server in self._draining
                 if self._channels_named(server) == 0 and self.slots_left(server) == 0
             ],
             unanswered=[server for server in self._run_ids if self._listeners.is_unanswered(server, now)],
@@ -639,6 +666,11 @@ class BalancerMachine:
         assert self._installer is not None, "a balancer that has never led takes no request that needs it"
         return self._installer
 
+    def _leading_installer(self) -> Installer:
+        if self._at_work is None:
+            raise RequestRefused("this balancer does not lead now: ask again")
+        return self._at_work
+
     def status(self, now: float) -> Mapping[str, Any]:
         """Return the state of everything, for people."""
         return {
@@ -664,7 +696,7 @@ class BalancerMachine:
         return {
             "link": "up" if server in self._run_ids else "down",
             "link_problem": self._down_reasons.get(server, ""),
-            "draining": server in self.options.draining,
+            "draining": server in self._draining,
             "channels_left": self.channels_left(server, now),
             "channels_named": self._channels_named(server),
             "slots_left": self.slots_left(server),

@@ -33,8 +33,8 @@ class ServerSettings:
     outgoing_bytes_per_s_max: int
     """The traffic that counts as load ratio 1. Left out: ``cluster.outgoing_bytes_per_s_max``."""
     draining: bool = False
-    """Whether the balancer moves all channels away from this server and puts none there, so that it can be stopped.
-    Only the balancer reads this: restart it after a change."""
+    """Whether a new cluster begins with this server being drained: it gets no channels. Only the balancer reads this,
+    and only until the first `dynamoth server` command: later the stored plan says which servers are drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

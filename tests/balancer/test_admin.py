@@ -190,7 +190,8 @@ def test_plan_refuses_what_it_does_not_understand(arguments: dict[str, Any]) -> 
 def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
     cluster, _ = started(1)
     reply = cluster.ask("explode")
-    known = "compatibility, explain, move, pause, pin, plan, rebalance, replicate, resume, status, unpin, unreplicate"
+    known = "compatibility, explain, move, pause, pin, plan, rebalance, replicate, resume, server, status, unpin"
+    known += ", unreplicate"
     assert reply.error == f"command 'explode' is not known; known are {known}"
 
 

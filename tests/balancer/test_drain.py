@@ -392,10 +392,7 @@ def test_not_all_servers_can_be_drained_and_only_those_that_there_are() -> None:
 BY_HAND = BalancerOptions(load_ratio_high=1000.0, wait_s=1000.0, draining=frozenset({DRAINED}))
 """The balancer does not drain: the administrator is quicker."""
 
-REFUSAL = (
-    "server s1 is being drained (draining = true in the configuration of the balancer) and takes no channels: name"
-    " another one, or set it to false and restart the balancer"
-)
+REFUSAL = "server s1 is being drained and takes no channels: name another one, or type 'dynamoth server undrain s1'"
 
 
 def _by_hand(servers: int = 4) -> tuple[SimCluster, bytes]:

@@ -21,6 +21,8 @@ unreplicate  channel: bytes, to: str         when it has settled: the same; to. 
 compat...    action: add, lift, remove or    version, rules: [{pattern, server, plain}], in the order in which they
 (-ibility)   list; pattern: bytes; for add   are looked at; see :mod:`dynamoth_balancer.admin.compatibility`
              server: str, plain: bool
+server       action: drain or undrain,       when more than half of the servers store it: action, server, version, and
+             server: str                     note: why nothing had to be changed
 rebalance    dry_run: bool,                  what the balancer would do now, or has done when its moves have settled:
              timeout_s, both optional        see :mod:`dynamoth_balancer.admin.rebalance`
 explain      name: bytes, kind: "channel"    why a channel is where it is and stays there, or what a server carries
@@ -57,12 +59,14 @@ from dynamoth.machine.events import Send
 from dynamoth.names import operator_inbox
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
+from dynamoth.protocol.wire import shortened
 from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState, mode_name
 from dynamoth_balancer.admin.compatibility import describe_rules, new_rules
 from dynamoth_balancer.admin.rebalance import Rebalance
 from dynamoth_balancer.admin.standing import STANDING, begin_order
 from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
+from dynamoth_balancer.install.membership import DRAIN, UNDRAIN, MemberChange, Membership
 from dynamoth_balancer.options import BalancerOptions
 
 CHANGES_PENDING_MAX = 1000
@@ -80,7 +84,13 @@ REBALANCE = "rebalance"
 COMPATIBILITY = "compatibility"
 """The command that is answered when all agents have acknowledged the compatibility rules."""
 
-ANSWERED_LATER = (*CHANGES, COMPATIBILITY, REBALANCE, *STANDING)
+SERVER = "server"
+"""The command that is answered when more than half of the servers store the change."""
+
+ANSWERED_LATER = (*CHANGES, COMPATIBILITY, REBALANCE, SERVER, *STANDING)
+
+SERVERS_TIMEOUT_S = 5.0
+"""A request to change servers is answered after this time even if too few of them store it."""
 
 RULES_TIMEOUT_S = 5.0
 """Such a request is answered after this time even if some agent has not acknowledged the rules."""
@@ -106,6 +116,7 @@ class Admin:
         commands: those that are answered at once, by name.
         changes: begins ``CHANGES``.
         rebalance: makes and describes decisions.
+        membership: changes the list of servers.
         installer: returns that of the present or latest term. All commands but ``status`` come only while the balancer
             leads; their answers may be due when it has lost the lease.
         options: those of the balancer.
@@ -118,6 +129,7 @@ class Admin:
         commands: Mapping[str, Command],
         changes: Changes,
         rebalance: Rebalance,
+        membership: Membership,
         installer: Callable[[], Installer],
         options: BalancerOptions,
         on_same_pause: Callable[[bool, float], None],
@@ -125,6 +137,7 @@ class Admin:
         self._commands = commands
         self._changes = changes
         self._rebalance = rebalance
+        self._membership = membership
         self._installer = installer
         self._options = options
         self._on_same_pause = on_same_pause
@@ -169,6 +182,9 @@ class Admin:
             if not actions and "paused" in order.result:
                 self._on_same_pause(order.result["paused"], now)
             self._pending[number] = _Pending(server, lambda at: order.reply(self._installer(), number, at))
+        elif request.command == SERVER:
+            member, actions = self._change_servers(request.arguments, now)
+            self._pending[number] = _Pending(server, lambda at: self._member_reply(number, member, now, at))
         elif request.command == REBALANCE:
             until = now + _timeout_s(request.arguments, self._options.move_timeout_s)
             begun, actions = self._rebalance.begin(installer, request.arguments, now)
@@ -206,6 +222,27 @@ class Admin:
         plan = installer.plan
         result: Mapping[str, Any] = {"version": plan.version, "rules": describe_rules(plan.compatibility)}
         return AdminReply(number, result, text if waits else None)
+
+    def _change_servers(self, arguments: Mapping[str, Any], now: float) -> tuple[MemberChange, list[InnerAction]]:
+        action, server = arguments.get("action"), arguments.get("server")
+        if not isinstance(server, str):
+            raise RequestRefused(f"server must be the id of a server (text), not {shortened(server)}")
+        if action == DRAIN:
+            return self._membership.drain(server, now)
+        if action == UNDRAIN:
+            return self._membership.undrain(server, now)
+        raise RequestRefused(f"action must be {DRAIN} or {UNDRAIN}, not {shortened(action)}")
+
+    def _member_reply(self, number: int, change: MemberChange, since: float, now: float) -> AdminReply | None:
+        """Return the reply to a request for other servers; None while it is not stored at enough of them."""
+        installer = self._installer()
+        if change.is_done(installer):
+            result = {"action": change.action, "server": change.server, "version": change.version, "note": change.note}
+            return AdminReply(number, result)
+        if now - since < SERVERS_TIMEOUT_S and change.term == installer.term:
+            return None
+        text = f"{change.action} {change.server} is not stored at more than half of the servers"
+        return AdminReply(number, {}, f"{text}: see which of them are down ('dynamoth status'), and ask again")
 
     def _change_reply(
         self, number: int, change: BegunChange, since: float, timeout_s: float, now: float

@@ -117,8 +117,6 @@ class Decider:
 
     def hold(self, channel: bytes, assignment: Assignment) -> None:
         """Leave a channel as an administrator has replicated it, until somebody changes it or it must leave."""
-        if not self._options.draining.isdisjoint(assignment.servers):
-            return  # the request was begun before the balancer was restarted, and repeated since
         self._held[channel] = assignment
         if len(self._held) > HELD_MAX:
             self._held.popitem(last=False)
@@ -232,7 +230,7 @@ class Decider:
 
         figures = self._figures(installer, loads, blind, now)
         dead = self._dead_replicas(installer, now)
-        draining = {server: self._left_at(server, installer) for server in options.draining}
+        draining = {server: self._left_at(server, installer) for server in installer.draining}
         slots = {server: self._slot_rates(server, installer) for server in loads}
         full = {server: why for server in loads if (why := self._model.why_full(server))}
         subscriptions = {
@@ -342,7 +340,8 @@ class Decider:
                 continue
             if channel in installer.plan.administration.pins:
                 continue
-            if self._held.get(channel) != assignment and all(server in loads for server in assignment.servers):
+            is_left = self._held.get(channel) == assignment and installer.draining.isdisjoint(assignment.servers)
+            if not is_left and all(server in loads for server in assignment.servers):
                 wanted[channel] = assignment
         return [
             replace(figures, unwanted=self._unwanted.get(figures.channel, frozenset()))

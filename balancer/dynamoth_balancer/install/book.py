@@ -72,6 +72,16 @@ class PlanIndex:
         self.named_at.pop(server, None)
         self.slots_named_at.pop(server, None)
 
+    def watch(self, plan: Plan, servers: Iterable[str]) -> None:
+        """Record the channels and slots of these servers by name, and no longer those of others."""
+        names = set(servers)
+        for server in self.named_at.keys() - names:
+            del self.named_at[server], self.slots_named_at[server]
+        if new := names - self.named_at.keys():
+            added = PlanIndex(plan, new)
+            self.named_at |= added.named_at
+            self.slots_named_at |= added.slots_named_at
+
     def update(self, changed: Mapping[bytes, Entry]) -> None:
         """Take the new entries of some channels in."""
         for channel, entry in changed.items():

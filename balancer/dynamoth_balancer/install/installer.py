@@ -80,12 +80,13 @@ class Installer:
     ) -> None:
         self._book = book
         #: Of the present plan, with the channels at servers being drained.
-        self.index = PlanIndex(book.plan, options.draining)
+        self.index = PlanIndex(book.plan, book.plan.administration.draining)
         self._servers = servers
         self._agents = agents
         self._options = options
         self.counters: Counter[str] = Counter()
-        self._term = term
+        #: Counts the terms of this process.
+        self.term = term
         self._copies = {server.id: self._new_copy(server.id) for server in servers}
         unused = {server.id for server in servers} - book.plan.servers_in_use
         #: Until when servers without channels get none: clients with patterns may not listen there yet.
@@ -112,6 +113,11 @@ class Installer:
     def plan(self) -> Plan:
         """The present plan."""
         return self._book.plan
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """The servers that are to give up all channels and slots."""
+        return self.plan.administration.draining
 
     def copy(self, server: str) -> PlanCopy:
         """Return the state of the copy at a server."""
@@ -209,7 +215,7 @@ class Installer:
 
     def _new_copy(self, server: str) -> PlanCopy:
         options = self._options
-        return PlanCopy(server, self._term, options.retry_s, options.verify_interval_s, self.counters)
+        return PlanCopy(server, self.term, options.retry_s, options.verify_interval_s, self.counters)
 
     def _check_rest(self, new: Compatibility, now: float) -> None:
         """Refuse plain rules for channels that moved lately: numbered messages may be on their way, or held back."""
@@ -270,10 +276,10 @@ class Installer:
 
     def why_not_to(self, server: str, now: float) -> str | None:
         """Return why a server cannot get channels; None when it can."""
-        if server in self._options.draining:
+        if server in self.draining:
             return (
-                f"server {server} is being drained (draining = true in the configuration of the balancer) and takes no"
-                " channels: name another one, or set it to false and restart the balancer"
+                f"server {server} is being drained and takes no channels: name another one, or type"
+                f" 'dynamoth server undrain {server}'"
             )
         if (wait_s := self.joins_in(server, now)) > 0:
             return f"server {server} is new, and clients with patterns connect to it first: try again in {wait_s:.1f} s"
@@ -285,6 +291,11 @@ class Installer:
         """Return for how long a new server gets no channel yet; 0 for most servers."""
         return max(0.0, self._joining.get(server, now) - now)
 
+    def is_stored(self, version: int) -> bool:
+        """Return whether more than half of the servers store a version, or a later one."""
+        stored = sum(copy.version is not None and copy.version >= version for copy in self._copies.values())
+        return stored > len(self._copies) // 2
+
     def is_dead(self, server: str, now: float) -> bool:
         """Return whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
         return not self._copies[server].is_up and not self._agents.is_alive(server, now)
@@ -293,6 +304,7 @@ class Installer:
         changed = tuple(channels)
         self._book.advance(plan, changed)
         self.index.update({channel: plan.entries[channel] for channel in changed})
+        self.index.watch(plan, self.draining)
         return [PlanChanged(plan, reason, changed), *self.sync(now)]
 
     def advance(self, now: float) -> list[InnerAction]:
@@ -438,6 +450,7 @@ class Installer:
         before = self.plan.version
         newer = self._book.take_in(found.plan, version)
         self.index.update(newer)
+        self.index.watch(self.plan, self.draining)
         self._note_transitions(newer, now)
         copy.resume()
         details["entries_taken"] = len(newer)

@@ -87,6 +87,8 @@ def recover(
     by_id = {server.id: server for server in configured}
     compatibility = max((copy.plan.compatibility for copy in usable), key=lambda rules: rules.version)
     administration = max((copy.plan.administration for copy in usable), key=lambda decided: decided.version)
+    if gone := administration.draining - by_id.keys():  # it was drained, and taken out of the configuration
+        administration = replace(administration, version=version, draining=administration.draining - gone)
     plan = Plan(version, by_id, newest.base, entries, newest.virtual_nodes, compatibility, administration)
     return plan, usable, [*conflicts, *left_out]
 

@@ -1,0 +1,37 @@
+"""The words of ``dynamoth server``."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamoth_cli.commands.server import describe_change, describe_servers
+
+
+@pytest.mark.parametrize(
+    ("action", "note", "text"),
+    [
+        ("drain", "", "s1 is being drained: 'dynamoth server list' shows what is left there"),
+        ("undrain", "", "s1 is not drained any more: it takes channels again, by load"),
+        ("drain", "it is being drained already", "s1: it is being drained already"),
+    ],
+)
+def test_a_change_is_described(action: str, note: str, text: str) -> None:
+    assert describe_change({"action": action, "server": "s1", "version": 7, "note": note}) == text
+
+
+def test_servers_are_listed_with_what_is_left() -> None:
+    known = {"link": "up", "agent": "alive", "draining": False, "channels_left": None, "slots_left": None}
+    drained = {**known, "draining": True, "channels_left": None, "channels_named": 2, "slots_left": 1}
+    unknown = dict.fromkeys((*known, "channels_named"), None)
+    servers = {
+        "s1": {"url": "redis://a", **known, "channels_named": None},
+        "s2": {"url": "redis://b", **drained},
+        "s30": {"url": "redis://c", **drained, "channels_named": 0, "slots_left": 0},
+        "s4": {"url": "redis://d", **unknown},
+    }
+    assert [*describe_servers(servers)] == [
+        "s1   redis://a  link up, agent alive",
+        "s2   redis://b  link up, agent alive, draining: 2 channels and 1 slot left",
+        "s30  redis://c  link up, agent alive, draining: nothing left",
+        "s4   redis://d  link unknown, agent unknown",
+    ]
