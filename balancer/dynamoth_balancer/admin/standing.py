@@ -33,11 +33,11 @@ class StandingOrder:
 
     def reply(self, installer: Installer, number: int, now: float) -> AdminReply | None:
         """Return the reply to a request with this number; None while too few servers store the order."""
-        stored, servers = installer.stored_at(self.version), len(installer.plan.servers)
-        if 2 * stored > servers:
+        if installer.is_stored(self.version):
             return AdminReply(number, self.result)
         if now - self.since < STORE_TIMEOUT_S:
             return None
+        stored, servers = installer.stored_at(self.version), len(installer.plan.servers)
         return AdminReply(
             number,
             {},

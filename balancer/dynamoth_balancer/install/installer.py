@@ -123,6 +123,16 @@ class Installer:
         """Return the state of the copy at a server."""
         return self._copies[server]
 
+    @property
+    def fenced_at(self) -> str:
+        """The server that has refused a write, as another balancer has begun a newer term; empty for none."""
+        return self._book.fenced_at
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the term has no versions left, so that nothing is written before the next one."""
+        return self._book.is_used_up
+
     def deadline(self) -> float | None:
         """Return when :meth:`advance` may have something to do; None when that depends on messages."""
         return self._advance_at if self._due and self.transitions else None
@@ -288,8 +298,7 @@ class Installer:
 
     def is_stored(self, version: int) -> bool:
         """Return whether more than half of the servers store a version, or a later one."""
-        stored = sum(copy.version is not None and copy.version >= version for copy in self._copies.values())
-        return stored > len(self._copies) // 2
+        return 2 * self.stored_at(version) > len(self._copies)
 
     def is_dead(self, server: str, now: float) -> bool:
         """Return whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
