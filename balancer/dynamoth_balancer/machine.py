@@ -37,12 +37,19 @@ from dynamoth_balancer.admin.explain import Explainer
 from dynamoth_balancer.admin.health import Health, View, find
 from dynamoth_balancer.admin.rebalance import Rebalance
 from dynamoth_balancer.admin.records import Records
-from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_server, plan_page
+from dynamoth_balancer.admin.status import (
+    describe_channels,
+    describe_decisions,
+    describe_pins,
+    describe_server,
+    plan_page,
+)
 from dynamoth_balancer.decide.cluster import Move
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain, DrainSlots
 from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.pins import Pin
 from dynamoth_balancer.decide.relieve import Relieve
 from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.decide.spread import Spread
@@ -132,7 +139,9 @@ class BalancerMachine:
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
-        self._decider = Decider(self._model, (Replicate(), Relieve(), Drain()), (DrainSlots(), Spread()), self.options)
+        self._decider = Decider(
+            self._model, (Pin(), Replicate(), Relieve(), Drain()), (DrainSlots(), Spread()), self.options
+        )
         self._records = Records(incarnation, self.options, self._hearing.reports)
         #: The problems of the cluster, for people.
         self.health = Health()
@@ -143,14 +152,13 @@ class BalancerMachine:
             {
                 "status": lambda _, now: self.status(now),
                 "plan": lambda arguments, _: plan_page(self._latest_installer().plan, arguments),
-                "pause": lambda arguments, now: self._pause(True, now),
-                "resume": lambda arguments, now: self._pause(False, now),
                 "explain": lambda arguments, now: self._explainer.explain(self._latest_installer(), arguments, now),
             },
             Changes(self.load_ratio, self._change, self._decider.hold),
             Rebalance(self._decider, self._carry_out),
             self._latest_installer,
             self.options,
+            self._records.on_pause,
         )
         #: How often this process got the lease; 0 before the first time.
         self._term = 0
@@ -167,6 +175,11 @@ class BalancerMachine:
     def plan(self) -> Plan | None:
         """The plan of the present or latest term; None before the first."""
         return None if self._installer is None else self._installer.plan
+
+    @property
+    def paused(self) -> bool:
+        """Whether administrators have paused the balancer; as far as this process knows."""
+        return self.plan is not None and self.plan.administration.paused
 
     @property
     def stands_by(self) -> bool:
@@ -206,7 +219,7 @@ class BalancerMachine:
         figures: dict[str, float] = {
             "leading": self.stage is Stage.LEADING,
             "standing_by": self.stands_by,
-            "paused": self._decider.paused,
+            "paused": self.paused,
             "links_up": len(self._run_ids),
             "agents_alive": sum(self._agents.is_alive(server, now) for server in self._servers),
             "agents_in_conflict": sum(self._agents.is_in_conflict(server, now) for server in self._servers),
@@ -309,7 +322,7 @@ class BalancerMachine:
                 self.counters["moves_settled"] += len(action.channels)
                 continue
             if isinstance(action, PlanChanged):
-                self._records.on_plan(action)
+                self._records.on_plan(action, now)
             elif isinstance(action, Decided):
                 self._records.on_decision(action, now)
             others.append(action)
@@ -529,7 +542,7 @@ class BalancerMachine:
             installer=self._installer,
             agents=self._agents,
             model=self._model,
-            unreached=self._decider.unreached if leads and not self._decider.paused else (),
+            unreached=self._decider.unreached if leads and not self.paused else (),
             decision_refused=self._decision_refused if leads else "",
         )
         return [*self.health.report(find(view, now), now)]
@@ -626,18 +639,14 @@ class BalancerMachine:
         assert self._installer is not None, "a balancer that has never led takes no request that needs it"
         return self._installer
 
-    def _pause(self, paused: bool, now: float) -> Mapping[str, Any]:
-        self._decider.paused = paused
-        self._records.on_pause(paused, now)
-        return {"paused": paused}
-
     def status(self, now: float) -> Mapping[str, Any]:
         """Return the state of everything, for people."""
         return {
             "stage": self.stage.value,
             "incarnation": self.incarnation,
             "version": -1 if self.plan is None else self.plan.version,
-            "paused": self._decider.paused,
+            "paused": self.paused,
+            **describe_pins({} if self.plan is None else self.plan.administration.pins),
             "compatibility": [] if self.plan is None else describe_rules(self.plan.compatibility),
             "problems": [
                 {"severity": problem.severity.value, **problem.details(now)}

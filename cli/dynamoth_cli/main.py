@@ -57,6 +57,10 @@ COMMANDS = {
     "plan": Command("dynamoth_cli.commands.plan", "show, move and replicate channels; compatibility rules"),
     "explain": Command("dynamoth_cli.commands.explain", "why a channel is where it is, and what a server carries"),
     "rebalance": Command("dynamoth_cli.commands.rebalance", "show what the balancer would do now, or make it do so"),
+    "pause": Command("dynamoth_cli.commands.pause", "stop the balancer from making plans of its own"),
+    "resume": Command("dynamoth_cli.commands.resume", "let the balancer make plans again"),
+    "pin": Command("dynamoth_cli.commands.pin", "move a channel to a server, and keep it there"),
+    "unpin": Command("dynamoth_cli.commands.unpin", "let the balancer move a channel again"),
     "acl": Command(
         "dynamoth_cli.commands.acl", "print Redis users with the rights of agents, balancer, clients and operators"
     ),

@@ -152,13 +152,14 @@ def test_status_shows_transitions_and_decisions() -> None:
 
 def test_pause_and_resume() -> None:
     cluster, balancer = started(options=BalancerOptions(wait_s=0.0, averaging_s=2.0))
-    assert cluster.ask("pause").result == {"paused": True}
+    assert cluster.ask("pause").result == {"paused": True, "note": "", "version": 1}
     channels = balancer.at_home("s1", 4)
     cluster.follow.update(dict.fromkeys(channels, 220_000))
     cluster.run(20)
     assert not balancer.decided and cluster.ask("status").result["paused"]
     assert cluster.ask("move", {"channel": CHANNEL, "to": _other(cluster, balancer)}).error is None
-    assert cluster.ask("resume").result == {"paused": False}
+    assert not cluster.ask("resume").result["paused"]
+    assert cluster.ask("resume").result["note"] == "it was so already"
     cluster.run(5)
     assert balancer.decided
 
@@ -189,16 +190,16 @@ def test_plan_refuses_what_it_does_not_understand(arguments: dict[str, Any]) -> 
 def test_an_unknown_command_is_answered_with_the_known_ones() -> None:
     cluster, _ = started(1)
     reply = cluster.ask("explode")
-    known = "compatibility, explain, move, pause, plan, rebalance, replicate, resume, status, unreplicate"
+    known = "compatibility, explain, move, pause, pin, plan, rebalance, replicate, resume, status, unpin, unreplicate"
     assert reply.error == f"command 'explode' is not known; known are {known}"
 
 
 def test_answers_that_are_remembered_are_bounded() -> None:
     cluster, balancer = started(1, BalancerOptions(requests_max=3))
     for request in range(10):
-        cluster.admin("s1", "pause", request=request)
+        cluster.admin("s1", "status", request=request)
     for request in (0, 9):
-        cluster.admin("s1", "pause", request=request)
+        cluster.admin("s1", "status", request=request)
     cluster.run()
     counters = balancer.machine.all_counters()
     assert (counters["requests"], counters["requests_repeated"]) == (11, 1)

@@ -126,7 +126,7 @@ def test_large_changes_and_long_texts_are_cut_to_what_readers_take() -> None:
     records = Records(1, BalancerOptions(), deque())
     names = [b"%d\xff" % number + b"x" * TEXT_CHARACTERS_MAX for number in range(2 * ROWS_PER_MESSAGE_MAX + 1)]
     plan = Plan.initial(SERVERS).begin(dict.fromkeys(names, Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))))
-    records.on_plan(PlanChanged(plan, "\udcff" * TEXT_CHARACTERS_MAX, tuple(names)))
+    records.on_plan(PlanChanged(plan, "\udcff" * TEXT_CHARACTERS_MAX, tuple(names)), 0.0)
     sent = [unpack_rows(bytes(send.args[2])) for send in records.publish(["s1"])]  # type: ignore[arg-type]
     assert [len(message.rows) for message in sent] == [ROWS_PER_MESSAGE_MAX, ROWS_PER_MESSAGE_MAX, 1]
     assert records.publish(["s1"]) == [], "once"

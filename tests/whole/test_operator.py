@@ -55,3 +55,45 @@ def test_a_dry_run_shows_what_rebalance_then_does(capsys: pytest.CaptureFixture[
         traffic.flows()
         totals = traffic.finish()
         assert totals.gaps == 0, traffic.gaps
+
+
+def test_a_pin_and_a_pause_outlive_the_balancer(capsys: pytest.CaptureFixture[str]) -> None:
+    channel, other = channels_at("s1", 2)
+    with LocalCluster(2, settings={"balancer.lease_s": 3.0}) as cluster:
+
+        def run(*command: str) -> tuple[int, str, str]:
+            code = main([*command, "--url", cluster.url])
+            output, error = capsys.readouterr()
+            return code, output, error
+
+        def printed(*command: str) -> Any:
+            code, output, _ = run(*command, "--json")
+            assert code == 0
+            return json.loads(output)
+
+        with Traffic(cluster, [channel, other], publishers=1) as traffic:
+            pinned = printed("pin", channel.decode(), "s2")
+            assert (pinned["from"], pinned["to"], pinned["note"]) == ("s1", "s2", "")
+            assert printed("pause")["paused"]
+            assert cluster.balancer.stop() == 0
+            code, text, _ = run("plan", "show")
+            assert code == 0 and f"the balancer is paused\n  pinned: {channel.decode()} to s2" in text
+            cluster.balancer.start()
+            cluster.wait_ready()
+            status = printed("status")["balancer"]
+            assert status["paused"] and status["pinned_channels"] == [{"channel": channel.decode(), "servers": ["s2"]}]
+            version = printed("plan", "show")["version"]
+            for command, why in (
+                (("pin", other.decode(), "s9"), "server 's9' is not known; known are s1, s2: name one of them"),
+                (("unpin", other.decode()), "is not pinned: 'dynamoth status' shows those that are"),
+                (("plan", "move", channel.decode(), "--to", "s1"), "is pinned to s2: 'dynamoth unpin' ends that"),
+            ):
+                code, output, error = run(*command)
+                assert (code, output) == (1, "") and why in error and error.count("\n") == 1
+            shown = printed("plan", "show")
+            assert (shown["version"], shown["paused"], shown["pins"]) == (version, True, {channel.decode(): ["s2"]})
+            assert printed("unpin", channel.decode())["servers"] == ["s2"]
+            assert run("resume")[1].startswith("the balancer makes plans (plan version")
+            assert not printed("status")["balancer"]["paused"]
+            traffic.flows()
+            assert traffic.finish().gaps == 0, traffic.gaps

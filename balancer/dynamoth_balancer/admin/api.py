@@ -25,12 +25,17 @@ rebalance    dry_run: bool,                  what the balancer would do now, or 
              timeout_s, both optional        see :mod:`dynamoth_balancer.admin.rebalance`
 explain      name: bytes, kind: "channel"    why a channel is where it is and stays there, or what a server carries
              or "server", which is optional  and does: see :mod:`dynamoth_balancer.admin.explain`
-pause                                        paused: True. No decisions of the balancer's own; changes go on
-resume                                       paused: False
+pin          channel: bytes, to: str         as move; and the balancer does not move the channel any more
+unpin        channel: bytes                  channel, and servers: where it was pinned; version, note
+pause                                        paused: True; version, note. No decisions of the balancer's own, drains
+                                             among them; changes under way go on, administrators' are carried out
+resume                                       paused: False; version, note
 ===========  ==============================  ================================================================
 
-The three changes, and ``rebalance``, also take ``timeout_s`` (a number above 0, at most ``CHANGE_TIMEOUT_S_MAX``): for
-a change that has not settled by then, the answer says what it waits for, and the change goes on. Without ``timeout_s``,
+The last three are in the plan, and so is a pin: a later balancer reads them there.
+
+The three changes, ``pin`` and ``rebalance`` also take ``timeout_s`` (above 0, at most ``CHANGE_TIMEOUT_S_MAX``): for a
+change that has not settled by then, the answer says what it waits for, and the change goes on. Without ``timeout_s``,
 ``BalancerOptions.move_timeout_s`` applies. A change to where the channel is already succeeds at once, and the note says
 so.
 
@@ -55,6 +60,7 @@ from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
 from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState, mode_name
 from dynamoth_balancer.admin.compatibility import describe_rules, new_rules
 from dynamoth_balancer.admin.rebalance import Rebalance
+from dynamoth_balancer.admin.standing import STANDING, begin_order
 from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -65,7 +71,7 @@ CHANGES_PENDING_MAX = 1000
 CHANGE_TIMEOUT_S_MAX = 86_400.0
 """Longest ``timeout_s`` of a change, so that abandoned requests do not fill ``CHANGES_PENDING_MAX`` for long."""
 
-CHANGES = ("move", "replicate", "unreplicate")
+CHANGES = ("move", "replicate", "unreplicate", "pin")
 """The commands that are answered when their change has settled."""
 
 REBALANCE = "rebalance"
@@ -74,7 +80,7 @@ REBALANCE = "rebalance"
 COMPATIBILITY = "compatibility"
 """The command that is answered when all agents have acknowledged the compatibility rules."""
 
-ANSWERED_LATER = (*CHANGES, COMPATIBILITY, REBALANCE)
+ANSWERED_LATER = (*CHANGES, COMPATIBILITY, REBALANCE, *STANDING)
 
 RULES_TIMEOUT_S = 5.0
 """Such a request is answered after this time even if some agent has not acknowledged the rules."""
@@ -103,6 +109,7 @@ class Admin:
         installer: returns that of the present or latest term. All commands but ``status`` come only while the balancer
             leads; their answers may be due when it has lost the lease.
         options: those of the balancer.
+        on_same_pause: called when the balancer is to be paused (True) or to resume and does so already.
 
     """
 
@@ -113,12 +120,14 @@ class Admin:
         rebalance: Rebalance,
         installer: Callable[[], Installer],
         options: BalancerOptions,
+        on_same_pause: Callable[[bool, float], None],
     ) -> None:
         self._commands = commands
         self._changes = changes
         self._rebalance = rebalance
         self._installer = installer
         self._options = options
+        self._on_same_pause = on_same_pause
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         #: The latest answers, oldest first, at most ``requests_max``.
         self._answered: OrderedDict[int, AdminReply] = OrderedDict()
@@ -155,6 +164,11 @@ class Admin:
             reason = "an administrator has changed the compatibility rules"
             actions = [] if rules is None else installer.change_rules(rules, reason, now)
             self._pending[number] = _Pending(server, lambda at: self._rules_reply(number, now, at))
+        elif request.command in STANDING:
+            order, actions = begin_order(installer, request.command, request.arguments, now)
+            if not actions and "paused" in order.result:
+                self._on_same_pause(order.result["paused"], now)
+            self._pending[number] = _Pending(server, lambda at: order.reply(self._installer(), number, at))
         elif request.command == REBALANCE:
             until = now + _timeout_s(request.arguments, self._options.move_timeout_s)
             begun, actions = self._rebalance.begin(installer, request.arguments, now)

@@ -16,6 +16,7 @@ from typing import Any
 
 from dynamoth.errors import RequestRefused
 from dynamoth.names import in_quotes, is_user_channel, logical_channel
+from dynamoth.plan.administration import PINS_MAX
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, single
 from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.wire import shortened
@@ -38,6 +39,7 @@ _ARGUMENTS = {
     "move": "channel (bytes) and to (the id of a server, text)",
     "replicate": "channel (bytes), mode (text), and either servers (a list of ids) or count (how many)",
     "unreplicate": "channel (bytes), and optionally to (the id of a server, text)",
+    "pin": "channel (bytes) and to (the id of a server, text)",
 }
 
 _NAMES = {mode: name for name, mode in MODES.items()}
@@ -82,13 +84,18 @@ Hold = Callable[[bytes, Assignment], None]
 
 
 class Changes:
-    """Begins the changes of administrators: ``move``, ``replicate`` and ``unreplicate``."""
+    """Begins the changes of administrators: ``move``, ``replicate``, ``unreplicate`` and ``pin``."""
 
     def __init__(self, load_ratio: LoadRatio, carry_out: CarryOut, hold: Hold) -> None:
         self._load_ratio = load_ratio
         self._carry_out = carry_out
         self._hold = hold
-        self._resolve = {"move": self._move, "replicate": self._replicate, "unreplicate": self._unreplicate}
+        self._resolve = {
+            "move": self._move,
+            "replicate": self._replicate,
+            "unreplicate": self._unreplicate,
+            "pin": self._pin,
+        }
 
     def begin(
         self, installer: Installer, command: str, arguments: Mapping[str, Any], now: float
@@ -118,6 +125,11 @@ class Changes:
             )
         route, before, actions = entry.route, entry.route.assignment, list[InnerAction]()
         after, note = self._resolve[command](installer, channel, entry, arguments, now)
+        pins = installer.plan.administration.pins
+        if command != "pin" and (pin := pins.get(channel)) is not None and not _same(pin, after):
+            raise RequestRefused(
+                f"channel {in_quotes(channel)} is pinned to {', '.join(pin.servers)}: 'dynamoth unpin' ends that"
+            )
         if not _same(route.assignment, after):
             actions = self._carry_out({channel: after}, f"an administrator's {command}", now)
             route = installer.plan.entries[channel].route
@@ -125,6 +137,10 @@ class Changes:
             note = f"{ALREADY_THERE}; {note}" if note else ALREADY_THERE
         else:
             before = entry.previous[-1].assignment
+        if command == "pin" and pins.get(channel) != after:
+            administration = installer.plan.administration.with_pin(channel, after)
+            actions += installer.administer(administration, None, f"an administrator's {command}", now)
+            note = ""
         if route.assignment.mode is not Mode.SINGLE:
             self._hold(channel, route.assignment)
         return BegunChange(channel, before, route.assignment, route.epoch, note), actions
@@ -151,6 +167,25 @@ class Changes:
             raise RequestRefused(
                 f"channel {in_quotes(channel)} is replicated over {', '.join(entry.route.assignment.servers)}:"
                 " 'dynamoth plan unreplicate CHANNEL --to SERVER' puts it at one server"
+            )
+        return single(target), ""
+
+    def _pin(
+        self, installer: Installer, channel: bytes, entry: Entry, arguments: Mapping[str, Any], now: float
+    ) -> tuple[Assignment, str]:
+        target = arguments.get("to")
+        if not isinstance(target, str):
+            raise _nonsense("pin")
+        if target not in installer.plan.servers:
+            raise RequestRefused(
+                f"server {target!r:.80} is not known; known are {', '.join(installer.plan.servers)}: name one of them"
+            )
+        if target in installer.draining:
+            raise RequestRefused(f"server {target} is being drained, and no channel can be pinned to it: name another")
+        administration = installer.plan.administration
+        if channel not in administration.pins and len(administration.pins) >= PINS_MAX:
+            raise RequestRefused(
+                f"{PINS_MAX} channels are pinned, and that is the most: 'dynamoth unpin' one that need not be"
             )
         return single(target), ""
 

@@ -12,6 +12,8 @@ its own now), and for a channel or slot:
     The number of its slot, and the server that ring and rules give.
 ``placed_by``, ``why``
     "entry", "slot", "rule" or "ring", and the same in words.
+``pinned_to``
+    The servers that an administrator has pinned it to; None where it is not pinned.
 ``since_s``
     How long ago it was moved there; None where this balancer has not seen it.
 ``waiting_for``
@@ -57,6 +59,7 @@ from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Decision, 
 from dynamoth_balancer.decide.decider import Decider
 from dynamoth_balancer.decide.history import MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.pins import pinned_names
 from dynamoth_balancer.decide.worth import Worth, judge
 from dynamoth_balancer.install.installer import Installer
 
@@ -126,6 +129,7 @@ class Explainer:
             "home": home,
             "placed_by": placed_by,
             "why": why,
+            "pinned_to": None if (pin := plan.administration.pins.get(channel)) is None else list(pin.servers),
             "since_s": now - moves[-1][1].at if moves and moves[-1][1].after == entry.route.assignment else None,
             "waiting_for": [] if transition is None else list(installer.waiting_for(transition, now)),
             "load": self._load(installer, channel, entry, now),
@@ -162,6 +166,10 @@ class Explainer:
         if plan.compatibility.is_plain(channel):
             yield "plain Redis clients use it, so it stays at the server of its compatibility rule"
             return
+        if channel in plan.administration.pins:
+            yield "an administrator has pinned it: 'dynamoth unpin' lets the balancer move it"
+        elif channel in pinned_names(plan):
+            yield "a channel of this slot is pinned, and follows the slot: 'dynamoth unpin' lets the balancer move it"
         if self._decider.is_held(channel, assignment):
             yield "an administrator has replicated it so, or put it back at one server"
         if (rest_s := self._decider.rests_s(channel, now)) > 0:
@@ -175,7 +183,7 @@ class Explainer:
             for finding in preview.findings
             if finding.channel == channel or finding.server in assignment.servers
         )
-        if all(server in cluster.servers for server in assignment.servers):
+        if channel not in cluster.pins and all(server in cluster.servers for server in assignment.servers):
             yield from self._why_no_goal_moves_it(cluster, channel, assignment, installer)
 
     def _why_no_goal_moves_it(

@@ -93,9 +93,12 @@ class Records:
         self._rows.clear()
         self._settled.clear()
 
-    def on_plan(self, change: PlanChanged) -> None:
-        """Record the entries that changed in a version of the plan."""
+    def on_plan(self, change: PlanChanged, now: float) -> None:
+        """Record the entries that changed in a version of the plan, and whether it pauses the balancer now."""
         old, self._plan = self._plan, change.plan
+        paused = change.plan.administration.paused
+        if paused != (old is not None and old.administration.paused):
+            self.on_pause(paused, now)
         for channel in change.channels:
             entry = change.plan.entries[channel]
             self._add(

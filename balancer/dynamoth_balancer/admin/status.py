@@ -21,6 +21,7 @@ from dynamoth_balancer.install.installer import Installer, Transition
 TRANSITIONS_SHOWN_MAX = 100
 MOVES_SHOWN_MAX = 20
 REPLICATED_SHOWN_MAX = 100
+PINS_SHOWN_MAX = 100
 ENTRIES_PER_PAGE_MAX = 1000
 """Bounds of what one reply holds: about 100 KB."""
 
@@ -69,6 +70,15 @@ def describe_move(move: Move) -> dict[str, Any]:
         "load_ratio_to_after": target.after,
         "load_ratios": {server: [ratios.before, ratios.after] for server, ratios in move.ratios.items()},
         "loads": {server: asdict(load) for server, load in move.loads.items()},
+    }
+
+
+def describe_pins(pins: Mapping[bytes, Assignment]) -> dict[str, Any]:
+    """Return how many channels are pinned, and the first of them."""
+    first = heapq.nsmallest(PINS_SHOWN_MAX, pins)
+    return {
+        "pinned": len(pins),
+        "pinned_channels": [{"channel": channel, "servers": list(pins[channel].servers)} for channel in first],
     }
 
 

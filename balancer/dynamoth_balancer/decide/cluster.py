@@ -8,12 +8,13 @@ that breaks a bound, or that an earlier goal does not permit.
 
 The goals, in their order:
 
-1. ``replicate``: Algorithm 1. First, because a channel that is too large for one server has no good place.
-2. ``relieve``: Algorithm 2.
-3. ``release``: at low load, empties a server that is no longer needed.
-4. ``drain``: empties servers that an operator wants to stop. Both first move channels, and then, in the same order,
-5. slots.
-6. ``spread``: gives slots to servers that have too few, such as new ones.
+1. ``pin``: brings channels back to where administrators have pinned them.
+2. ``replicate``: Algorithm 1. Before the others, because a channel that is too large for one server has no good place.
+3. ``relieve``: Algorithm 2.
+4. ``release``: at low load, empties a server that is no longer needed.
+5. ``drain``: empties servers that an operator wants to stop. Both first move channels, and then, in the same order,
+6. slots.
+7. ``spread``: gives slots to servers that have too few, such as new ones.
 
 The goals that move slots go on in steps without waiting between two plans: each step is small, by the load and the
 subscriptions of its slots, and a server has many slots.
@@ -117,6 +118,14 @@ class ChannelRate(NamedTuple):
         return Load(self.outgoing_bytes_per_s, self.cpu_ratio)
 
 
+class Stray(NamedTuple):
+    """A pinned channel that is at another server."""
+
+    rate: ChannelRate
+    present: Assignment
+    pin: Assignment
+
+
 @dataclass(frozen=True, slots=True)
 class ChannelFigures:
     """The figures of a channel in the whole cluster, independent of how many replicas measured it."""
@@ -202,7 +211,8 @@ class Cluster:
     has the servers whose agents do not see what is published: they count as overloaded, and no move puts a channel
     there. ``full`` has the servers that are nearly out of connections or memory, and of what: no move puts a channel
     there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` how many
-    subscriptions a slot of a server has on average.
+    subscriptions a slot of a server has on average. ``pins`` has the channels and slots that no move may put elsewhere,
+    and ``strays`` the pinned channels that are elsewhere.
     """
 
     servers: dict[str, ServerLoad]
@@ -217,6 +227,8 @@ class Cluster:
     full: Mapping[str, str] = field(default_factory=dict[str, str])
     slot_subscriptions: Mapping[str, float] = field(default_factory=dict[str, float])
     releasing: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
+    pins: Mapping[bytes, Assignment] = field(default_factory=dict[bytes, Assignment])
+    strays: Sequence[Stray] = ()
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     #: How many channels, and how many slots, these moves take away from each server, and bring to it.
@@ -264,6 +276,7 @@ class Cluster:
     def _admits(self, move: Move) -> bool:
         return (
             move.channel not in self.moves
+            and self.pins.get(move.channel, move.after) == move.after
             and self._has_place(move)
             and self.leaving.isdisjoint(move.after.servers)
             and self._closed.isdisjoint(move.joined)
@@ -370,6 +383,7 @@ class Cluster:
         for move in self.moves.values():
             closed = self.leaving & set(move.after.servers) | self._closed & move.joined
             assert not closed, f"{move.channel!r} comes to {sorted(closed)}, which take no channels"
+            assert self.pins.get(move.channel, move.after) == move.after, f"{move.channel!r} is pinned"
             assert move.before != move.after, f"{move.channel!r} is moved to where it is"
 
     def guard(self, permits: Callable[[Cluster, Move], bool]) -> None:

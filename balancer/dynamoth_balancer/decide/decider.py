@@ -25,10 +25,12 @@ from dynamoth_balancer.decide.cluster import (
     Finding,
     Goal,
     ServerLoad,
+    Stray,
     decide,
 )
 from dynamoth_balancer.decide.history import History, MadeDecision
 from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.pins import pinned_names
 from dynamoth_balancer.install import book
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -59,8 +61,6 @@ class Decider:
         #: The goals that go on with slots while the others wait.
         self._slot_goals = tuple(slot_goals)
         self._options = options
-        #: Whether the balancer makes no plans of its own; requests of administrators are still carried out.
-        self.paused = False
         #: The latest decisions and moves, and what came of them.
         self.history = History(options.averaging_s)
         #: The findings when the goals were last asked.
@@ -130,7 +130,8 @@ class Decider:
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
         self._watch_replicas(installer, now)
-        if self.paused or next(self._changes_under_way(installer, now), None) is not None:
+        is_paused = installer.plan.administration.paused
+        if is_paused or next(self._changes_under_way(installer, now), None) is not None:
             return None
         if now < self._plan_at:
             return self._step(installer, now)
@@ -184,7 +185,7 @@ class Decider:
 
     def obstacles(self, installer: Installer, now: float) -> Iterator[str]:
         """Yield why the balancer makes no plan of its own now, in words for people."""
-        if self.paused:
+        if installer.plan.administration.paused:
             yield "the balancer is paused: 'dynamoth resume' ends that"
         if now < self._plan_at:
             yield f"the balancer waits between two plans (wait_s): {self._plan_at - now:.1f} s are left"
@@ -238,9 +239,21 @@ class Decider:
             server: self._model.subscriptions(server) / max(1, len(installer.index.slots_at[server]))
             for server in loads
         }
-        return Cluster(
+        cluster = Cluster(
             loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full, subscriptions
         )
+        cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
+        return cluster
+
+    def _strays(self, installer: Installer) -> list[Stray]:
+        """Return the pinned channels that are at one other server, and settled: a failure may have moved them."""
+        strays: list[Stray] = []
+        for channel, pin in sorted(installer.plan.administration.pins.items()):
+            entry = installer.plan.entry(channel)
+            present = entry.route.assignment
+            if entry.phase is Phase.SETTLED and present != pin and {present.mode, pin.mode} == {Mode.SINGLE}:
+                strays.append(Stray(self.rate(channel, present.servers[0], installer), present, pin))
+        return strays
 
     def _awaits_reports(self, installer: Installer, now: float) -> bool:
         """Return whether a server that can take part is not measured yet, as it or its agent has just begun."""
@@ -326,6 +339,8 @@ class Decider:
             if entry.phase is not Phase.SETTLED or self._rested_at.get(channel, now) > now:
                 continue
             if is_replicated(assignment) and not blind.isdisjoint(assignment.servers):
+                continue
+            if channel in installer.plan.administration.pins:
                 continue
             if self._held.get(channel) != assignment and all(server in loads for server in assignment.servers):
                 wanted[channel] = assignment

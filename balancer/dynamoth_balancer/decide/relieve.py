@@ -93,6 +93,9 @@ def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[Channel
         return OTHER_COMMANDS
     busiest = busiest_first(stayed, source)[0]
     ratio = source.share(busiest.load)
+    if busiest.channel in cluster.pins:
+        what = f"channel {in_quotes(busiest.channel)} makes load ratio {ratio:.2f} here and is pinned"
+        return f"{what}: 'dynamoth unpin' lets the balancer move it"
     if ratio > cluster.options.load_ratio_safe:
         what = f"channel {in_quotes(busiest.channel)} alone makes load ratio {ratio:.2f} here"
         return f"{what}: one server is too small for it, 'dynamoth plan replicate' spreads it over several"

@@ -185,6 +185,15 @@ class Installer:
         self._follow_list(plan, now)
         return [*jumped, *self._changed(plan, (), reason, now)]
 
+    def stored_at(self, version: int) -> int:
+        """Return how many servers store this version of the plan, or a later one."""
+        return sum(copy.version is not None and copy.version >= version for copy in self._copies.values())
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """The servers that are to give up all channels and slots."""
+        return self._options.draining | self.plan.administration.draining
+
     def _follow_list(self, plan: Plan, now: float) -> None:
         """Begin a copy at each new server of a plan, and end those at servers that have left."""
         for server in plan.servers.keys() - self._copies.keys():

@@ -72,6 +72,8 @@ def describe_channel(answer: Mapping[str, Any]) -> Iterator[str]:
         f" {answer['epoch']}{since}"
     )
     yield f"  why: {answer['why']} (slot {answer['slot']}, home {answer['home']})"
+    if answer.get("pinned_to"):
+        yield f"  pinned to {', '.join(answer['pinned_to'])}"
     for route in answer["previous"]:
         yield f"  comes from {', '.join(route['servers'])}"
     if answer["waiting_for"]:

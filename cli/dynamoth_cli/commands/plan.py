@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     commands = parser.add_subparsers(dest="action", required=True)
     show = commands.add_parser("show", help="show the plan, or one channel, as the servers store it; needs no balancer")
-    show.add_argument("channel", metavar="CHANNEL", nargs="?", type=_channel, help="show where this channel is")
+    show.add_argument("channel", metavar="CHANNEL", nargs="?", type=channel_argument, help="show where this channel is")
     add_access(show)
     show.add_argument("--json", action="store_true", help="print JSON")
     move = _add_change(
@@ -84,7 +84,13 @@ def _add_change(commands: Any, name: str, summary: str, description: str) -> arg
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{description} Exits with 1 and the reason when the balancer refuses."
     )
-    parser.add_argument("channel", metavar="CHANNEL", type=_channel)
+    add_change_arguments(parser)
+    return parser
+
+
+def add_change_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the channel, and what all changes of one have in common."""
+    parser.add_argument("channel", metavar="CHANNEL", type=channel_argument)
     parser.add_argument(
         "--timeout",
         type=seconds,
@@ -94,7 +100,6 @@ def _add_change(commands: Any, name: str, summary: str, description: str) -> arg
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_access(parser)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,7 +111,12 @@ def run(arguments: argparse.Namespace) -> int:
         plan = asyncio.run(read_plan(access.cluster, access.link, _warn))
         sys.stdout.write(_shown(plan, arguments.channel, arguments.json))
         return 0
-    result = asyncio.run(_change(access, arguments))
+    return change_channel(arguments, arguments.action)
+
+
+def change_channel(arguments: argparse.Namespace, command: str) -> int:
+    """Ask for a change of one channel, and print where it is now. Raises RequestRefused."""
+    result = asyncio.run(_change(access_of(arguments), arguments, command))
     if arguments.json:
         sys.stdout.write(json.dumps({**result, "channel": arguments.channel}, indent=2) + "\n")
     else:
@@ -126,10 +136,10 @@ def _shown(plan: Plan, channel: str | None, as_json: bool) -> str:
     return json.dumps(channel_as_json(plan, name), indent=2) + "\n" if as_json else channel_as_text(plan, name)
 
 
-async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str, Any]:
+async def _change(access: Access, arguments: argparse.Namespace, command: str) -> Mapping[str, Any]:
     return await ask_balancer(
         access.cluster,
-        arguments.action,
+        command,
         change_arguments(arguments),
         timeout_s=arguments.timeout + ANSWER_GRACE_S,
         link=access.link,
@@ -159,6 +169,8 @@ def plan_as_json(plan: Plan) -> Mapping[str, Any]:
         "base": list(plan.base),
         "virtual_nodes": plan.virtual_nodes,
         "compatibility": compatibility.rules_as_json(describe_rules(plan.compatibility)),
+        "paused": plan.administration.paused,
+        "pins": {channel_name(channel): list(pin.servers) for channel, pin in plan.administration.pins.items()},
         "channels": [
             {
                 "channel": channel_name(channel),
@@ -228,6 +240,7 @@ def plan_as_text(plan: Plan) -> str:
     lines += [f"  server {server.id}  {redact(server.url)}" for server in plan.servers.values()]
     if plan.compatibility.rules:
         lines += [f"  {line}" for line in compatibility.describe(describe_rules(plan.compatibility))]
+    lines += describe_administration(plan)
     if not plan.entries:
         return "\n".join([*lines, "every channel is where the ring puts it", ""])
     channels = _channels(plan)
@@ -254,6 +267,14 @@ def plan_as_text(plan: Plan) -> str:
     return "\n".join([*lines, ""])
 
 
+def describe_administration(plan: Plan) -> list[str]:
+    """Return a line for each order of administrators that the plan keeps."""
+    decided = plan.administration
+    paused = ["  the balancer is paused"] if decided.paused else []
+    pins = sorted(decided.pins.items())
+    return [*paused, *(f"  pinned: {channel_name(name)} to {', '.join(pin.servers)}" for name, pin in pins)]
+
+
 def _describe(entry: Entry) -> str:
     where, mode = _servers(entry.route), mode_name(entry.route.assignment.mode)
     old = " and ".join(f"{_servers(route)} {mode_name(route.assignment.mode)}" for route in reversed(entry.previous))
@@ -277,7 +298,8 @@ def seconds(text: str) -> float:
     return value
 
 
-def _channel(text: str) -> str:
+def channel_argument(text: str) -> str:
+    """Read the name of a channel. Raises ArgumentTypeError."""
     if not text:
         raise argparse.ArgumentTypeError("the name of a channel expected, not nothing")
     return text

@@ -231,6 +231,11 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
         lines.append(f"replicated: {channel_name(channel['channel'])} at {where}, {channel['mode']}{transition}")
     if (more := balancer.get("replicated", 0) - REPLICATED_SHOWN_MAX) > 0:
         lines.append(f"replicated: {more} more, see 'dynamoth plan show'")
+    pinned: list[Mapping[str, Any]] = balancer.get("pinned_channels", [])
+    for channel in pinned[:REPLICATED_SHOWN_MAX]:
+        lines.append(f"pinned: {channel_name(channel['channel'])} to {', '.join(channel['servers'])}")
+    if (more := balancer.get("pinned", 0) - REPLICATED_SHOWN_MAX) > 0:
+        lines.append(f"pinned: {more} more, see 'dynamoth plan show'")
     for decision in balancer["decisions"][-DECISIONS_SHOWN_MAX:]:
         lines += describe_decision(decision, MOVES_SHOWN_MAX)
     return lines

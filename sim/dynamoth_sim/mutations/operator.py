@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from dynamoth.plan.administration import NO_ADMINISTRATION
 from dynamoth_balancer.admin.rebalance import Rebalance
+from dynamoth_balancer.decide import decider
 from dynamoth_balancer.decide.cluster import Cluster, Decision
 from dynamoth_balancer.decide.decider import Decider
 from dynamoth_balancer.decide.history import History, MadeDecision
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_sim.mutations.mutation import Check, no_actions, replaced
+from dynamoth_balancer.install.takeover import Takeover
+from dynamoth_sim.mutations.mutation import Check, no_actions, replaced, returning
 
 
 def rehearsals_are_real() -> AbstractContextManager[None]:
@@ -29,7 +32,7 @@ def a_pause_stops_operators() -> AbstractContextManager[None]:
     decide_now = Decider.decide_now
 
     def refuse(self: Decider, installer: Installer, now: float) -> tuple[MadeDecision, Cluster]:
-        if self.paused:
+        if installer.plan.administration.paused:
             return MadeDecision(0, now, Decision()), self.cluster(installer, now)
         return decide_now(self, installer, now)
 
@@ -41,8 +44,27 @@ def nothing_is_measured() -> AbstractContextManager[None]:
     return replaced(History, measure=no_actions)
 
 
+def pins_are_ignored() -> AbstractContextManager[None]:
+    """Goals move pinned channels as they move others."""
+    return replaced(decider, pinned_names=returning({}))
+
+
+def pauses_end_with_the_process() -> AbstractContextManager[None]:
+    """A balancer that takes over forgets what administrators have decided."""
+    finish = Takeover.finish
+
+    def forget(self: Takeover) -> Any:
+        book, found, conflicts = finish(self)
+        book.advance(book.plan.administered(NO_ADMINISTRATION), ())
+        return book, found, conflicts
+
+    return replaced(Takeover, finish=forget)
+
+
 CHECKS = (
     Check("73-rehearsed", rehearsals_are_real, "expected"),
     Check("73-rehearsed", a_pause_stops_operators, "expected"),
     Check("73-rehearsed", nothing_is_measured, "expected"),
+    Check("75-pinned", pins_are_ignored, "expected"),
+    Check("75-pinned", pauses_end_with_the_process, "expected"),
 )

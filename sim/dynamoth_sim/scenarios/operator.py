@@ -42,7 +42,7 @@ def _plan(stage: Stage) -> Plan:
 
 
 def rehearsed(stage: Stage) -> None:
-    """Case 80. A paused balancer shows what it would do, and changes nothing; when an operator says so, it does it."""
+    """Case 73. A paused balancer shows what it would do, and changes nothing; when an operator says so, it does it."""
     channels = [stage.channel_at("s1", name) for name in ("a", "b", "c")]
     stage.subscriber("S", *channels)
     publisher = stage.publisher("P", *channels)
@@ -69,9 +69,32 @@ def rehearsed(stage: Stage) -> None:
     stage.expect("a paused balancer does nothing more", _plan(stage).version - before.version <= VERSIONS_OF_ONE_PLAN)
 
 
+def pinned(stage: Stage) -> None:
+    """Case 75. A pinned channel stays, however busy it is, and a pause lasts: also when the balancer is restarted."""
+    hot, others = stage.channel_at("s1", "hot"), [stage.channel_at("s1", name) for name in ("a", "b")]
+    stage.subscriber("S", hot, *others)
+    publisher = stage.publisher("P", hot, hot, *others)
+    _ask(stage, publisher, "pin", channel=hot, to="s1")
+    _ask(stage, publisher, "pause")
+    version = _plan(stage).version
+    stage.cluster.restart_balancer()
+    _publish(stage, publisher, 3 * AVERAGED_S)
+    is_paused = _ask(stage, publisher, "status").get("paused")
+    decided = [move for record in stage.records("decides") for move in record.note.moves]
+    stage.expect("the pause outlives the balancer", is_paused is True and not decided)
+    stage.expect("nothing has moved", _plan(stage).version >= version and not _plan(stage).entries)
+    _ask(stage, publisher, "resume")
+    _publish(stage, publisher, 3 * AVERAGED_S)
+    decided = [move for record in stage.records("decides") for move in record.note.moves]
+    stage.expect("another channel relieves s1", bool(decided) and {move.channel for move in decided} <= {*others})
+    explained = _ask(stage, publisher, "explain", name=hot)
+    stage.expect("the pinned channel stays", explained.get("servers") == explained.get("pinned_to") == ["s1"], hot)
+
+
 VERSIONS_OF_ONE_PLAN = 9
 """Three phases of up to three channels: one plan, however its moves fall apart."""
 
 SCENARIOS: dict[str, Scenario] = {
     "73-rehearsed": Scenario(rehearsed, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, replicas_max=1),
+    "75-pinned": Scenario(pinned, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, replicas_max=1),
 }
