@@ -17,6 +17,8 @@ PLAN_KEY_NEW = RESERVED_PREFIX + b"plan.new"
 """Where a whole plan is written before it replaces ``PLAN_KEY`` at once (RENAME)."""
 BALANCER_LEASE_KEY = RESERVED_PREFIX + b"balancer"
 """String at every server: which balancer process is at work. Expires by itself."""
+TERM_KEY = RESERVED_PREFIX + b"balancer.term"
+"""String at every server: the newest term of a balancer that it has granted. See ``dynamoth.protocol.fence``."""
 
 AGENT_CHANNEL = RESERVED_PREFIX + b"balancer:to-agent"
 """The balancer sends to the agent of a server: each agent subscribes to it, at its own server only.

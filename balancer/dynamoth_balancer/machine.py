@@ -372,7 +372,9 @@ class BalancerMachine:
                 self._contention.on_header(server, value, self._run_ids.get(server))
                 return []
             case copies.TAG:
-                return [] if self._at_work is None else self._on_copy_reply(self._at_work, server, tag, value, now)
+                if self._at_work is None:
+                    return []
+                return [*self._on_copy_reply(self._at_work, server, tag, value, now), *self._follow_lease(now)]
             case listeners.TAG:
                 self._listeners.on_reply(server, value, now)
                 return []
@@ -407,19 +409,38 @@ class BalancerMachine:
         held = self._lease.is_held(now)
         if held and self.stage is Stage.CONTENDING:
             return self._begin_term(now)
+        if held and self.stage is Stage.LEADING:
+            return self._follow_fence(now)
         if not held and self.stage is not Stage.CONTENDING:
             return self._end_term(now)
         if not held:
             return self._contend(now)
         return []
 
+    def _follow_fence(self, now: float) -> list[InnerAction]:
+        """End a term in which a server has refused a write, or which has no versions left."""
+        installer = self._latest_installer()
+        if server := installer.fenced_at:
+            self.counters["writes_fenced"] += 1
+            reason = f"server {server} refuses its writes: another balancer has begun a newer term"
+        elif installer.is_used_up:
+            reason = "it has used all versions of this term: the next one follows when the lease is confirmed"
+        else:
+            return []
+        self._lease.doubt(now)
+        return [*self._end_term(now, reason, "warning"), *self._lease.tick(now)]
+
     def _begin_term(self, now: float) -> list[InnerAction]:
         self._term += 1
         self.stage = Stage.RECOVERING
-        deadline = now + self.options.recovery_s
         servers = list(self._servers.values())
         self._takeover = Takeover(
-            servers, self._term, deadline, self.options.virtual_nodes, self.plan, self.options.compatibility
+            servers,
+            self._term,
+            self.options.recovery_s,
+            self.options.virtual_nodes,
+            self.plan,
+            self.options.compatibility,
         )
         details = {"incarnation": self.incarnation}
         actions: list[InnerAction] = [Note("info", "got the lease; reading the stored plans", details)]
@@ -427,14 +448,15 @@ class BalancerMachine:
             actions += self._takeover.link_up(server, run_id)
         return actions
 
-    def _end_term(self, now: float) -> list[InnerAction]:
+    def _end_term(self, now: float, reason: str = "", level: str = "error") -> list[InnerAction]:
         self.stage = Stage.CONTENDING
         self._takeover = None
         self._records.end_term()
         self._decider.history.end_term()
         self._contention.begin(now)
-        details = {**self._contention.details(), "reason": self._why_not_leading()}
-        return [Note("error", "lost the lease: no decisions and no changes until it is back", details)]
+        details = {**self._contention.details(), "reason": reason or self._why_not_leading()}
+        text = "ends its term" if reason else "lost the lease: no decisions and no changes until it is back"
+        return [Note(level, text, details)]
 
     def _contend(self, now: float) -> list[InnerAction]:
         try:
@@ -526,6 +548,8 @@ class BalancerMachine:
     def _look_after_health(self, now: float) -> list[InnerAction]:
         """Find problems; report those that have begun and those that are over."""
         leads = self.stage is Stage.LEADING
+        refusals = {} if self._takeover is None else self._takeover.refusals()
+        term_problems = {id_: f"it refuses the term: {reply}" for id_, reply in refusals.items()}
         lease_problems = {id_: f"it refuses the lease: {reply}" for id_, reply in self._lease.problems().items()}
         view = View(
             why_not_leading=None if leads else self._why_not_leading(),
@@ -538,7 +562,7 @@ class BalancerMachine:
                 if self._channels_named(server) == 0 and self.slots_left(server) == 0
             ],
             unanswered=[server for server in self._run_ids if self._listeners.is_unanswered(server, now)],
-            refused={**self._listeners.refused, **lease_problems, **self._refused},
+            refused={**self._listeners.refused, **term_problems, **lease_problems, **self._refused},
             installer=self._installer,
             agents=self._agents,
             model=self._model,

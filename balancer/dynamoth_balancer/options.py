@@ -83,7 +83,7 @@ class BalancerOptions(PlanningSettings):
     )
     retry_s: float = setting(1.0, "a server that refuses the plan is tried again after this time", unit="s", above=0)
     verify_interval_s: float = setting(5.0, "time between two checks of a stored plan", unit="s", above=0)
-    lease_renew_s: float = setting(1.0, "how often the lease is renewed; at most a third of lease_s", unit="s", above=0)
+    lease_renew_s: float = setting(0.5, "how often the lease is renewed; at most a third of lease_s", unit="s", above=0)
 
     # Administrators.
 

@@ -157,10 +157,10 @@ class PlanningSettings:
     )
     agent_stale_s: float = setting(5.0, "an agent that is silent for this time counts as down", unit="s", above=0)
     lease_s: float = setting(
-        5.0, "another balancer can take over when one has not renewed its lease for this time", unit="s", above=0
+        2.5, "another balancer can take over when one has not renewed its lease for this time", unit="s", above=0
     )
     standby: bool = setting(
-        False, "wait while another balancer is at work, and replace it when it ends; off: end with exit code 2"
+        True, "wait while another balancer is at work, and replace it when it ends; off: end with exit code 2"
     )
     all_subscribers_ratio_min: float = setting(
         100.0,

@@ -50,7 +50,7 @@ def test_an_administration_has_a_version_of_its_own_and_is_written_to_every_serv
         for action in installer.on_reply("s1", ("copy", 1, 1, "length"), header_fields(plan), 1.0)
         if isinstance(action, Send)
     ]
-    assert write[0] == b"HSET"
+    assert b"HSET" in write
     assert ADMINISTRATION_FIELD in write
     assert HEADER_FIELD not in write
     installer.check()

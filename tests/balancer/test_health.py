@@ -127,7 +127,7 @@ def test_several_that_listen_as_one_agent() -> None:
 
 
 def test_a_server_that_hangs_is_shown_before_its_connection_is_lost() -> None:
-    cluster, balancer = started()
+    cluster, balancer = started(3)
     cluster.part(balancer, "s2")
     hung = cluster.now
     cluster.run(2.2)

@@ -216,7 +216,8 @@ def test_what_an_unreadable_server_holds_is_taken_in_later_and_its_epochs_are_ne
     cluster.heal(successor, target)
     cluster.run_until(lambda: cluster.is_quiet(successor))
     assert successor.plan.entries[b"stray"].route == stray.entries[b"stray"].route
-    assert [plan.entries[b"stray"].phase for plan in successor.plans() if b"stray" in plan.entries] == list(Phase)
+    phases = [plan.entries[b"stray"].phase for plan in successor.plans() if b"stray" in plan.entries]
+    assert list(dict.fromkeys(phases)) == list(Phase)
 
 
 def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> None:

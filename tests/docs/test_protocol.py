@@ -70,7 +70,7 @@ def entry_of(entry: Entry) -> list[Any]:
 def test_names() -> None:
     documented = {row[0].strip("`").encode() for row in table("name | what it is")}
     fixed = {
-        *(names.PLAN_KEY, names.PLAN_KEY_NEW, names.BALANCER_LEASE_KEY),
+        *(names.PLAN_KEY, names.PLAN_KEY_NEW, names.BALANCER_LEASE_KEY, names.TERM_KEY),
         *(names.AGENT_CHANNEL, names.BALANCER_CHANNEL, names.RECORD_CHANNEL, names.OPERATOR_CHANNEL),
         *(names.ANNOUNCE_CHANNEL, names.CLIENTS_CHANNEL),
     }

@@ -51,6 +51,9 @@ def last_words(process: subprocess.Popen[str]) -> tuple[int, str]:
     )
 
 
+ALONE = ("balancer", "--standby", "false")
+
+
 def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> None:
     [channel] = channels_at("s1", 1)
 
@@ -59,7 +62,7 @@ def test_second_daemons_end_with_2_and_say_what_to_do(cluster: LocalCluster) -> 
         return agent["agent_incarnation"] if agent["agent"] == "alive" else None
 
     first = until(believed, "the balancer hears the agent")
-    with daemon(cluster, "agent", "--server", "s1") as agent, daemon(cluster, "balancer") as balancer:
+    with daemon(cluster, "agent", "--server", "s1") as agent, daemon(cluster, *ALONE) as balancer:
         status, got = last_words(agent)
         assert status == 2
         assert "another agent of server 's1' is at work already" in got

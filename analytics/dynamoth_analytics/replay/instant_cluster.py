@@ -19,6 +19,7 @@ from dynamoth.machine.events import CommandPart, Connect, LinkUp, Pushed, Replie
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, OPERATOR_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Entry, Phase, Plan, Server
 from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
+from dynamoth.protocol.fence import evaluate
 from dynamoth.protocol.stored_plan import VERSION_FIELD, write_whole
 from dynamoth_balancer.events import BalancerAction, BalancerEvent, BalancerNews, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
@@ -58,6 +59,8 @@ class _Redis:
         name, key, *rest = words
         fields = self._hashes.get(key, {})
         match name:
+            case b"EVAL":
+                return evaluate(words, lambda *inner: self.execute(inner), ReplayError)
             case b"HMGET":
                 return [fields.get(field) for field in rest]
             case b"HGETALL":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dynamoth.machine.events import CommandPart
-from dynamoth.plan.plan import Assignment, Entry, Mode, Plan, PlanDelta
+from dynamoth.plan.plan import TAKEOVER_VERSIONS, Assignment, Entry, Mode, Plan, PlanDelta
 from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.control import PlanChange, pack_control
 from dynamoth.protocol.stored_plan import header_fields, write_delta
@@ -100,16 +100,21 @@ def follows(entry: Entry, server: str) -> bool:
 class PlanBook:
     """The plan of one term of a balancer, the latest changes, and the versions with known content."""
 
-    def __init__(self, plan: Plan, known: Mapping[int, Plan], *, is_complete: bool = False) -> None:
+    def __init__(self, plan: Plan, known: Mapping[int, Plan], *, is_complete: bool = False, term: int = 0) -> None:
         """Begin a term with ``plan``. ``known`` are the plans that it was made from, by version.
 
         ``is_complete``: all servers were read, and one had a copy that the predecessor wrote. Then no version above
         ``plan`` can have been issued.
 
+        ``term`` is the term at the servers; 0 for none.
+
         A change without entries brings a known plan to ``plan`` if the two differ only in their versions.
         """
         _ = plan.ring  # made here, once: later versions take it over
         self.plan = plan
+        self.term = term
+        #: The server that has refused a write, as it knows a newer term; empty for none.
+        self.fenced_at = ""
         self.is_complete = is_complete
         self._first = plan.version
         #: Versions of earlier balancers whose entries are in our plan, or are older than ours.
@@ -120,6 +125,11 @@ class PlanBook:
         for version, old in known.items():
             if version < plan.version and same_content(old, plan):
                 self._steps.append(_Step(PlanDelta(version, plan.version, MappingProxyType({})), 0))
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the plan's version is above those of the term: it is written in a new term only."""
+        return 0 < self.term <= self.plan.version - TAKEOVER_VERSIONS
 
     def knows(self, version: int) -> bool:
         """Return whether our plan includes everything that a copy of this version can hold."""

@@ -27,6 +27,7 @@ from dynamoth.machine.events import CommandPart, ErrorReply, Send
 from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan.plan import Entry, Plan
 from dynamoth.protocol.control import PlanQuery, pack_control
+from dynamoth.protocol.fence import REFUSAL, fenced
 from dynamoth.protocol.stored_plan import (
     ENTRIES_PER_COMMAND,
     READ_HEADER,
@@ -145,9 +146,11 @@ class PlanCopy:
             return self._audit(book.plan) if self._is_audit_due else self._probe(now)
         change = book.change_from(self.version)
         if change is None:
-            return self._write_whole(book.plan)
+            return self._write_whole(book)
+        if book.is_used_up:
+            return []
         self._writing = change
-        return [self._send("change", change.command)]
+        return [self._send("change", fenced(book.term, change.command))]
 
     def _probe(self, now: float) -> list[CopyAction]:
         """Check that the plan is still stored, when it is time."""
@@ -166,12 +169,15 @@ class PlanCopy:
         self._sent = what
         return Send(self.server, command, (TAG, self._term, self._attempt, what))
 
-    def _write_whole(self, plan: Plan) -> list[CopyAction]:
+    def _write_whole(self, book: PlanBook) -> list[CopyAction]:
         """Send all but the last command: the plan replaces the old one only when every part is stored."""
-        self._writing = plan
+        if book.is_used_up:
+            self._lose(-math.inf)
+            return []
+        plan = self._writing = book.plan
         parts = write_whole(plan, self._run_id)[:-1]
         self._parts_left = len(parts)
-        return [self._send("part", part) for part in parts]
+        return [self._send("part", fenced(book.term, part)) for part in parts]
 
     def on_reply(self, tag: tuple[str, int, int, str], value: Any, book: PlanBook, now: float) -> list[CopyAction]:
         """Handle the reply to a command of ours."""
@@ -186,7 +192,7 @@ class PlanCopy:
             if not self._parts_left:
                 assert isinstance(self._writing, Plan)
                 end = Plan(self._writing.version, self._writing.servers, self._writing.base)
-                return [self._send("place", write_whole(end, self._run_id)[-1])]
+                return [self._send("place", fenced(book.term, write_whole(end, self._run_id)[-1]))]
             return []
         self._sent = None
         handlers = {
@@ -202,8 +208,11 @@ class PlanCopy:
         """Try again later; further replies to this command are ignored."""
         what = self._sent
         self._lose(now + self._retry_s)
+        if text.startswith(REFUSAL):
+            book.fenced_at = self.server
+            return []
         if text.startswith("WRONGTYPE") and what in ("probe", "header", "whole", "length", "entries"):
-            return [self._damaged(text), *self._write_whole(book.plan)]
+            return [self._damaged(text), *self._write_whole(book)]
         first = self.problem != text
         self.problem = text
         details = {"server": self.server, "command": what, "reply": text}
@@ -215,7 +224,7 @@ class PlanCopy:
         try:
             header = parse_header(value, self._run_id)
         except MalformedMessage as error:
-            return [self._damaged(str(error)), *self._write_whole(book.plan)]
+            return [self._damaged(str(error)), *self._write_whole(book)]
         notes: list[CopyAction] = []
         if self.version is not None and (header is None or header.version != self.version or not header.believed):
             notes.append(self._changed({"version": self.version, "found": header and header.version}))
@@ -223,15 +232,15 @@ class PlanCopy:
             notes.append(self._changed({"version": header.version, "servers_listed": len(header.plan.servers)}))
         self.version = None
         if header is None:
-            return [*notes, *self._write_whole(book.plan)]
+            return [*notes, *self._write_whole(book)]
         if not book.knows(header.version):
             self._believed = header.believed
             return [*notes, self._send("whole", READ_WHOLE)]
         if not header.believed or (header.version != book.plan.version and book.change_from(header.version) is None):
-            return [*notes, *self._write_whole(book.plan)]
+            return [*notes, *self._write_whole(book)]
         if notes:
             self._counters["copies_conflicting"] += 1
-            return [*notes, *self._write_whole(book.plan)]
+            return [*notes, *self._write_whole(book)]
         self._is_audit_due = True
         return self._known(header.version, book, now)
 
@@ -255,9 +264,9 @@ class PlanCopy:
         try:
             plan = parse_whole(value, None)
         except MalformedMessage as error:
-            return [self._damaged(str(error)), *self._write_whole(book.plan)]
+            return [self._damaged(str(error)), *self._write_whole(book)]
         if plan is None:
-            return self._write_whole(book.plan)
+            return self._write_whole(book)
         self._retry_at = now + self._retry_s  # if the owner does not take it, it is read again then
         return [CopyFound(Copy(self.server, plan, self._believed))]
 
@@ -288,7 +297,7 @@ class PlanCopy:
         try:
             stored = parse_entries(value)
         except MalformedMessage as error:
-            return [self._damaged(str(error)), *self._write_whole(book.plan)]
+            return [self._damaged(str(error)), *self._write_whole(book)]
         if different := [
             channel for channel, entry in zip(expected, stored, strict=True) if entry != expected[channel]
         ]:
@@ -305,7 +314,7 @@ class PlanCopy:
         """Report a change by somebody else, and overwrite it."""
         self.version = None
         self._counters["copies_conflicting"] += 1
-        return [self._changed(details), *self._write_whole(book.plan)]
+        return [self._changed(details), *self._write_whole(book)]
 
     def _changed(self, details: dict[str, Any]) -> Note:
         text = "somebody else has changed the stored plan; it is written again: see who may write the key"
@@ -320,7 +329,7 @@ class PlanCopy:
     def overwrite(self, book: PlanBook) -> list[CopyAction]:
         """Continue after ``CopyFound`` by overwriting the copy."""
         self._retry_at = -math.inf
-        return self._write_whole(book.plan)
+        return self._write_whole(book)
 
     def leave_alone(self, problem: str, now: float) -> None:
         """Leave a copy that contradicts the book. It is read again after ``retry_s``."""

@@ -117,6 +117,16 @@ class Installer:
         """Return the state of the copy at a server."""
         return self._copies[server]
 
+    @property
+    def fenced_at(self) -> str:
+        """The server that has refused a write, as another balancer has begun a newer term; empty for none."""
+        return self._book.fenced_at
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the term has no versions left, so that nothing is written before the next one."""
+        return self._book.is_used_up
+
     def deadline(self) -> float | None:
         """Return when :meth:`advance` may have something to do; None when that depends on messages."""
         return self._advance_at if self._due and self.transitions else None

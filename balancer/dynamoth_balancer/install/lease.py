@@ -19,8 +19,8 @@ The lease counts from when a command was *sent*, shortened by the possible diffe
 
 An absent key proves nothing: FLUSHALL deletes the lease of a balancer that is at work. So a balancer first asks how
 many balancers are connected. If there is another one, it takes the key only after the key has been absent for
-``FREE_RENEWALS`` renewals, as a balancer at work takes it again at once. Then it keeps the key for a whole lease before
-the lease counts: until then the other one may believe that it still has it.
+``FREE_RENEWALS`` renewals, as a balancer at work takes it again at once. The other one may be paused, and believe that
+it has the lease when it goes on: its writes are refused then (``dynamoth.protocol.fence``).
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class _Term:
     has_rival: bool | None = None
     #: Since when nobody holds the lease here, by the last reply.
     free_since: float = math.inf
-    #: When our key begins to count: until then another balancer may believe that it holds the lease.
-    counts_from: float = -math.inf
     #: The other holder, by the last reply.
     other: bytes | None = None
     #: When the first reply named ``other``, and when the command of the last one was sent.
@@ -149,6 +147,13 @@ class Lease:
         self._terms[server].next_at = now
         return self.tick(now)
 
+    def doubt(self, now: float) -> None:
+        """Stop counting on the lease until the servers have confirmed it again."""
+        self._held_until = -math.inf
+        for term in self._terms.values():
+            term.held_until = -math.inf
+            term.next_at = now
+
     def tick(self, now: float) -> list[Send]:
         """Take and renew the lease at the servers where that is due."""
         sends: list[Send] = []
@@ -193,8 +198,6 @@ class Lease:
         term = self._terms[server]
         if what in ("set", "prolonged"):
             term.problem = str(value) if isinstance(value, Exception) else ""
-            if what == "set" and value is not None and not term.problem and now >= term.held_until:
-                term.counts_from = -math.inf if term.has_rival is False else now + self._lease_s
             return []
         if what == "balancers":
             term.has_rival = isinstance(value, Exception) or value[1] > 1  # one is this balancer
@@ -223,7 +226,7 @@ class Lease:
             return self._expire(server, term, value, now)
         if what == "taken":
             term.next_at = now  # it may have been ours before, with little time left: only a renewal shows that
-        elif not term.problem and sent_at >= term.counts_from:
+        elif not term.problem:
             term.held_until = sent_at + self._lease_s * (1 - CLOCK_DRIFT_RATIO)
         return self.tick(now)
 

@@ -56,6 +56,7 @@ def recover(
     copies: Iterable[Copy],
     *,
     is_complete: bool,
+    first: int = TAKEOVER_VERSIONS,
     virtual_nodes: int = VIRTUAL_NODES,
     rules: tuple[CompatibilityRule, ...] = (),
 ) -> tuple[Plan, list[Copy], list[Conflict]]:
@@ -65,7 +66,8 @@ def recover(
         configured: the servers of our configuration. One that no copy knows is listed in the plan, but is no part of
             the ring.
         copies: all copies found; none makes plan 0, with the ring over all configured servers.
-        is_complete: False when some server could not be read.
+        is_complete: False when some server could not be read, or one has granted a term before.
+        first: the first version of the balancer's term.
         virtual_nodes: for the ring of plan 0.
         rules: the compatibility rules of plan 0; a stored plan has its own.
 
@@ -76,14 +78,14 @@ def recover(
     usable, conflicts = _of_one_cluster(configured, list(copies), virtual_nodes)
     if not usable:
         plan = Plan.initial(configured, virtual_nodes, Compatibility(0, rules))
-        return plan if is_complete else replace(plan, version=TAKEOVER_VERSIONS), [], conflicts
+        return plan if is_complete else replace(plan, version=first), [], conflicts
     usable, left_out = _without_strange_servers(configured, usable)
     newest = max(usable, key=lambda copy: copy.plan.version).plan
     entries = newest.entries
     for copy in usable:
         if copy.plan is not newest:
             entries = merge_entries(entries, copy.plan.entries)
-    version = version_after(newest.version)
+    version = max(first, version_after(newest.version))
     by_id = {server.id: server for server in configured}
     compatibility = max((copy.plan.compatibility for copy in usable), key=lambda rules: rules.version)
     administration = max((copy.plan.administration for copy in usable), key=lambda decided: decided.version)

@@ -1,4 +1,7 @@
-"""Reads the plans that a predecessor left, for a balancer that has got the lease: one copy of each that is stored."""
+"""Reads the plans that a predecessor left, for a balancer that has got the lease: one copy of each that is stored.
+
+It first claims a term, so that its predecessor can write no more, and reads then.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.book import PlanBook
+from dynamoth_balancer.install.claim import Claim
 from dynamoth_balancer.install.recovery import Conflict, Copy, recover, same_header
 
 TAG = "takeover"
@@ -27,6 +31,8 @@ class _State(enum.Enum):
     """How much is known of a server."""
 
     DOWN = "down"
+    UP = "up"
+    """It is connected, and waits for the term."""
     ASKED = "asked"
     KNOWN = "known"
     """Its header was read."""
@@ -46,7 +52,9 @@ class _Found:
 
 
 class Takeover:
-    """Reads the headers of all servers, waiting until a deadline for those that do not answer, then the copies.
+    """Claims a term, reads the headers of all servers, and then the copies.
+
+    It waits for ``wait_s`` after it has the term for servers that do not answer.
 
     Servers with the same version and header store the same plan: only one of them is read as a whole.
     """
@@ -55,7 +63,7 @@ class Takeover:
         self,
         servers: Sequence[Server],
         term: int,
-        deadline: float,
+        wait_s: float,
         virtual_nodes: int,
         own: Plan | None = None,
         rules: tuple[CompatibilityRule, ...] = (),
@@ -63,13 +71,17 @@ class Takeover:
         """Begin; the owner calls ``link_up`` for each link that is up.
 
         ``own`` is the plan of an earlier term of this process: the servers may have lost it since, it has not.
+        ``term`` counts the terms of this process.
         ``rules`` are the compatibility rules of a new cluster.
         """
         self._own = own
         self._rules = rules
         self._servers = servers
         self._term = term
-        self._deadline = deadline
+        self._wait_s = wait_s
+        self._claim = Claim([server.id for server in servers], -1 if own is None else own.version, (TAG, term))
+        #: When the servers that have not answered are given up; None before the term is granted.
+        self._deadline: float | None = None
         self._virtual_nodes = virtual_nodes
         self._found = {server.id: _Found() for server in servers}
         #: Copies read so far, one of each header.
@@ -82,13 +94,21 @@ class Takeover:
         self._conflicts: list[Conflict] = []
 
     def link_up(self, server: str, run_id: str | None) -> list[Send]:
-        """Read the header over a new connection."""
+        """Begin over a new connection: with the term, or with the header once the term is granted."""
+        if self._deadline is None:
+            self._found[server] = _Found(_State.UP, run_id)
+            return self._claim.link_up(server)
         self._found[server] = _Found(_State.ASKED, run_id)
         return [self._send(server, "header")]
 
     def link_down(self, server: str) -> None:
         """Forget what this connection has shown; a whole copy that was read counts."""
         self._found[server] = _Found()
+        self._claim.link_down(server)
+
+    def refusals(self) -> dict[str, str]:
+        """Return the answers of the servers that refuse the term."""
+        return self._claim.problems()
 
     def _send(self, server: str, what: str) -> Send:
         return Send(server, READ_HEADER if what == "header" else READ_WHOLE, (TAG, self._term, what))
@@ -98,6 +118,8 @@ class Takeover:
         _, term, what = tag
         if term != self._term:
             return []
+        if what in ("term", "version", "claim"):
+            return self._claim.on_reply(server, what, value)
         found = self._found[server]
         try:
             if isinstance(value, ErrorReply):
@@ -131,10 +153,18 @@ class Takeover:
 
     def missing(self) -> list[str]:
         """Return the servers that are unknown so far."""
-        return [name for name, found in self._found.items() if found.state in (_State.DOWN, _State.ASKED)]
+        return [name for name, found in self._found.items() if found.state in (_State.DOWN, _State.UP, _State.ASKED)]
 
     def read(self, now: float) -> list[Send] | None:
-        """Continue reading; None when everything is read that can be waited for."""
+        """Continue; None when everything is read that can be waited for."""
+        if self._deadline is None:
+            if not self._claim.is_granted:
+                return list(self._claim.look(now))
+            self._deadline = now + self._wait_s
+            up = [server for server, found in self._found.items() if found.state is _State.UP]
+            for server in up:
+                self._found[server].state = _State.ASKED
+            return [self._send(server, "header") for server in up]
         if self.missing() and now < self._deadline:
             return []
         if any(found.state is _State.READING for found in self._found.values()):
@@ -165,12 +195,17 @@ class Takeover:
         if self._own is not None:
             copies.append(Copy("the balancer itself", self._own, believed=True))
         plan, usable, conflicts = recover(
-            self._servers, copies, is_complete=complete, virtual_nodes=self._virtual_nodes, rules=self._rules
+            self._servers,
+            copies,
+            first=self._claim.term,
+            is_complete=complete and self._claim.seen <= 0,
+            virtual_nodes=self._virtual_nodes,
+            rules=self._rules,
         )
         stored = [copy for copy in usable if copy.plan is not self._own]  # another may have led since our own term
         is_complete = complete and not self._damaged and any(copy.believed for copy in stored)
         known = {copy.plan.version: copy.plan for copy in usable if copy.server not in self._damaged}
-        book = PlanBook(plan, known, is_complete=is_complete)
+        book = PlanBook(plan, known, is_complete=is_complete, term=self._claim.term)
         fresh = {
             server: found.header.version
             for server, found in self._found.items()

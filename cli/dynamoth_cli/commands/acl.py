@@ -35,7 +35,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "balancer": (
         *("+subscribe", "+publish", "+hset", "+hlen", "+hmget", "+hgetall", "+rename", "+del"),
-        *("+set", "+get", "+pexpire", "+pubsub|numsub"),
+        *("+eval", "+set", "+get", "+pexpire", "+pubsub|numsub"),
     ),
     "client": (
         *("+subscribe", "+psubscribe", "+unsubscribe", "+punsubscribe", "+publish", "+hmget"),
@@ -157,7 +157,7 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
             return Rights(keys_read=(names.PLAN_KEY,), all_channels=True)
         case "balancer":
             return Rights(
-                keys_written=(names.PLAN_KEY, names.PLAN_KEY_NEW, names.BALANCER_LEASE_KEY),
+                keys_written=(names.PLAN_KEY, names.PLAN_KEY_NEW, names.BALANCER_LEASE_KEY, names.TERM_KEY),
                 listens=(names.BALANCER_CHANNEL, names.OPERATOR_CHANNEL),
                 speaks=(names.AGENT_CHANNEL, names.RECORD_CHANNEL, names.OPERATOR_INBOX_PREFIX + b"*"),
             )

@@ -6,6 +6,7 @@ from dynamoth_sim.mutations import (
     compatibility,
     delivery,
     elastic,
+    failover,
     observation,
     operator,
     published_protocol,
@@ -27,4 +28,5 @@ CHECKS: tuple[Check, ...] = (
     *compatibility.CHECKS,
     *elastic.CHECKS,
     *slots.CHECKS,
+    *failover.CHECKS,
 )

@@ -6,6 +6,7 @@ from dynamoth_sim.scenarios import (
     compatibility,
     delivery,
     elastic,
+    failover,
     failure,
     observation,
     operator,
@@ -33,6 +34,7 @@ SCENARIOS: dict[str, Scenario] = dict(
             **observation.SCENARIOS,
             **recording.SCENARIOS,
             **elastic.SCENARIOS,
+            **failover.SCENARIOS,
             **operator.SCENARIOS,
             **slots.SCENARIOS,
         }.items()

@@ -9,12 +9,13 @@ connection, and a restart forgets everything but what was saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
+from dynamoth.protocol.fence import evaluate, unfenced
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
 from dynamoth_sim.world.network import Connection, End, Packet
 from dynamoth_sim.world.redis_keys import KeySpace, Snapshot, UnknownCommand
@@ -86,12 +87,14 @@ class RedisServer:
         self.reply_before_own_push = world.random.random() < 0.5
         #: Which commands it refuses, until its next start; None executes all.
         self.refuse: Refusal | None = None
+        #: How far its clock is ahead, by which keys expire.
+        self.clock_ahead_s = 0.0
         self._connections: dict[int, Connection] = {}
         self._channels: dict[bytes, dict[Connection, None]] = {}
         self._patterns: dict[bytes, dict[Connection, None]] = {}
         #: The patterns that match a channel, in their order; emptied whenever there are other patterns.
         self._matching: dict[bytes, list[bytes]] = {}
-        self._keys = KeySpace(lambda: world.now, Snapshot())
+        self._keys = KeySpace(self._clock, Snapshot())
         self._commands: dict[bytes, Callable[[Connection, list[bytes]], Any]] = {
             b"PUBSUB": self._pubsub,
             b"PING": self._ping,
@@ -139,7 +142,7 @@ class RedisServer:
         self.up = True
         self.refuse = None
         self.run_id = self._new_run_id()
-        self._keys = KeySpace(lambda: self._world.now, snapshot or Snapshot())
+        self._keys = KeySpace(self._clock, snapshot or Snapshot())
         self._started = self._world.now
         self.input_bytes = self.output_bytes = self.commands = self.pushes = 0
         restored = "empty" if snapshot is None else "restored from an old snapshot"
@@ -147,7 +150,7 @@ class RedisServer:
 
     def flush(self) -> None:
         """Delete all keys (FLUSHALL)."""
-        self._keys = KeySpace(lambda: self._world.now, Snapshot())
+        self._keys = KeySpace(self._clock, Snapshot())
         self._world.trace.add((self._world.now, "fault", None, self.id, None, None, "all keys are deleted"))
 
     def snapshot(self) -> Snapshot:
@@ -157,6 +160,9 @@ class RedisServer:
     def hash(self, key: bytes) -> dict[bytes, bytes]:
         """Return the fields of a hash, without being a client."""
         return self._keys.hash(key)
+
+    def _clock(self) -> float:
+        return self._world.now + self.clock_ahead_s
 
     def _new_run_id(self) -> str:
         return f"{self._world.random.getrandbits(160):040x}"
@@ -224,7 +230,7 @@ class RedisServer:
         self.input_bytes += COMMAND_BYTES
         words = [_to_bytes(word) for word in args]
         name = words[0] = words[0].upper()
-        refusal = None if self.refuse is None else self.refuse(connection.process, words)
+        refusal = self._refusal(connection.process, words)
         if refusal is not None:
             self._reply(connection, tag, ErrorReply(refusal))
         elif name == b"PUBLISH":
@@ -236,8 +242,17 @@ class RedisServer:
         else:
             self._reply(connection, tag, self.execute(connection.process, *words))
 
+    def _refusal(self, process: str, words: list[bytes]) -> str | None:
+        """Return the error that answers a command: what refuses a command refuses it inside a script, too."""
+        if self.refuse is None:
+            return None
+        refusal = self.refuse(process, words)
+        return self.refuse(process, [*unfenced(words)]) if refusal is None and words[0] == b"EVAL" else refusal
+
     def execute(self, who: str, *words: bytes) -> Any:
         """Execute a command on keys for a process, or for somebody with redis-cli; return its reply."""
+        if words[0] == b"EVAL":
+            return evaluate(words, partial(self.execute, who), ErrorReply)
         if words[0] == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
             fields = dict(zip(words[2::2], words[3::2], strict=True))
             self._world.trace.add((self._world.now, "stores plan", who, self.id, None, None, fields))

@@ -1,0 +1,127 @@
+"""Claims a term for a balancer that has got the lease; see ``dynamoth.protocol.fence``.
+
+It reads the terms and versions at the servers that answer, claims a term above all of them there, and has it when more
+than half of the configured servers have granted it. From then on nothing that an earlier balancer writes takes effect
+at these servers, so what is read there afterwards is its last word. Other servers get the term with the first write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.plan.plan import TAKEOVER_VERSIONS
+from dynamoth.protocol.fence import READ_TERM, claim, parse_term
+from dynamoth.protocol.stored_plan import READ_VERSION
+from dynamoth_balancer.events import Note
+from dynamoth_balancer.install.recovery import is_used_up
+
+RETRY_S = 0.5
+"""A server that refuses the claim is asked again after this time."""
+
+
+@dataclass(slots=True)
+class _Answers:
+    """The answers of one server over its present connection."""
+
+    #: Its term; None before the reply.
+    term: int | None = None
+    #: The version that it stores, 0 for none; None before the reply.
+    version: int | None = None
+    #: The term that was claimed last, and whether it was granted.
+    claimed: int = 0
+    is_granted: bool = False
+    #: Whether a claim is outstanding.
+    is_asked: bool = False
+    retry_at: float = -math.inf
+    #: Its answer if it is an error.
+    problem: str = ""
+
+
+class Claim:
+    """Gets a term. The owner sends what the methods return, and passes replies on."""
+
+    def __init__(self, servers: Iterable[str], floor: int, tag: tuple[str, int]) -> None:
+        """Begin; ``floor`` is a version that the term must be above, ``tag`` the beginning of the tags."""
+        self._servers = list(servers)
+        self._tag = tag
+        #: By server, those that are connected.
+        self._answers: dict[str, _Answers] = {}
+        #: The highest term or version seen; 0 in a new cluster.
+        self.seen = floor
+        #: The term that is claimed; 0 before the first attempt.
+        self.term = 0
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether more than half of the servers have granted the term."""
+        granted = sum(each.is_granted and each.claimed == self.term for each in self._answers.values())
+        return granted > len(self._servers) // 2
+
+    def problems(self) -> dict[str, str]:
+        """Return the answers of the servers that refuse the commands."""
+        return {server: each.problem for server, each in self._answers.items() if each.problem}
+
+    def link_up(self, server: str) -> list[Send]:
+        """Ask over a new connection."""
+        self._answers[server] = _Answers()
+        return [
+            Send(server, READ_TERM, (*self._tag, "term")),
+            Send(server, READ_VERSION, (*self._tag, "version")),
+        ]
+
+    def link_down(self, server: str) -> None:
+        """Forget what a connection has shown."""
+        self._answers.pop(server, None)
+
+    def on_reply(self, server: str, what: str, value: Any) -> list[Note]:
+        """Handle the reply to a command of ours."""
+        answers = self._answers[server]
+        before = answers.problem
+        if what == "term":
+            answers.term = parse_term(value)
+            self._see(answers.term)
+        elif what == "version":
+            answers.version = _version_in(value)
+            self._see(answers.version)
+        else:
+            answers.is_asked = False
+            answers.is_granted = value == 0
+            answers.problem = str(value) if isinstance(value, ErrorReply) else ""
+            if isinstance(value, int):
+                self._see(value)
+        if not answers.problem or answers.problem == before:
+            return []
+        details = {"server": server, "reply": answers.problem}
+        text = "a server refuses the term of this balancer, without which it may not write the plan: see `dynamoth acl`"
+        return [Note("error", text, details)]
+
+    def _see(self, number: int) -> None:
+        if not is_used_up(number):  # an impossible one is forged, or from a damaged plan
+            self.seen = max(self.seen, number)
+
+    def look(self, now: float) -> list[Send]:
+        """Claim a term, if that is due: when all connected servers, and more than half of all, have answered."""
+        known = [server for server, each in self._answers.items() if None not in (each.term, each.version)]
+        if len(known) < len(self._answers) or len(known) <= len(self._servers) // 2:
+            return []
+        if not self.term or self.seen >= self.term:
+            self.term = self.seen + TAKEOVER_VERSIONS
+        sends: list[Send] = []
+        for server, each in self._answers.items():
+            is_due = each.claimed != self.term or (not each.is_granted and now >= each.retry_at)
+            if is_due and not each.is_asked:
+                each.claimed, each.is_granted, each.is_asked = self.term, False, True
+                each.retry_at = now + RETRY_S
+                sends.append(Send(server, claim(self.term), (*self._tag, "claim")))
+        return sends
+
+
+def _version_in(reply: Any) -> int:
+    """Return the version in the reply of READ_VERSION; 0 where there is none that can be read."""
+    values: list[Any] = [*reply] if isinstance(reply, list) else []
+    value = values[0] if values else None
+    return int(value) if isinstance(value, bytes) and value.isdigit() else 0

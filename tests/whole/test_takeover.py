@@ -1,0 +1,97 @@
+"""A second balancer replaces the first one, which can change nothing afterwards: on real processes and real Redis."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from dynamoth.errors import DynamothError
+from dynamoth.machine.events import ErrorReply
+from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW, TERM_KEY
+from dynamoth.protocol.fence import claim, evaluate, fenced
+from dynamoth_cli.local.child import Child
+from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_sim.world.redis_keys import KeySpace, Snapshot
+from tests.whole.harness import Traffic, channels_at, logged, move, stored_entry, until
+
+TAKEOVER_S_MAX = 5.0
+
+
+def _fail(balancer: Child, number: int) -> None:
+    if number == signal.SIGKILL:
+        balancer.kill()
+    else:
+        os.kill(balancer.pid, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_second_balancer_leads_within_5_s(number: int) -> None:
+    [channel] = channels_at("s1", 1, servers=3)
+    with LocalCluster(3) as cluster, Traffic(cluster, [channel]) as traffic:
+        first = cluster.balancer
+        standby = cluster.another_balancer("standby")
+        standby.start()
+        try:
+            until(lambda: logged(standby, "waiting for the lease"), "the second balancer stands by")
+            _fail(first, number)
+            failed_at = time.monotonic()
+            until(lambda: logged(standby, "leading"), "the standby leads")
+            took_s = time.monotonic() - failed_at
+            assert took_s < TAKEOVER_S_MAX, f"{took_s:.1f} s"
+            move(cluster, channel, "s2")
+            if number == signal.SIGSTOP:
+                os.kill(first.pid, signal.SIGCONT)
+                until(lambda: logged(first, "lost the lease"), "the first balancer steps down")
+            move(cluster, channel, "s3")
+            entry = stored_entry(cluster, "s1", channel)
+            assert entry is not None and entry.route.assignment.servers == ("s3",)
+            traffic.flows()
+            assert traffic.finish().gaps == 0, traffic.gaps
+        finally:
+            standby.stop()
+
+
+def test_redis_does_with_the_scripts_what_the_model_does() -> None:
+    many = [part for number in range(5000) for part in (b"c:%d" % number, b"entry")]
+    commands: list[Any] = [
+        claim(2000),
+        claim(2000),
+        fenced(2000, (b"HSET", PLAN_KEY, b"@version", b"2000")),
+        fenced(1999, (b"HSET", PLAN_KEY, b"@version", b"1")),
+        (b"HMGET", PLAN_KEY, b"@version"),
+        claim(3000),
+        fenced(2000, (b"HSET", PLAN_KEY, b"@version", b"2001")),
+        fenced(3000, (b"DEL", PLAN_KEY_NEW)),
+        fenced(3000, (b"HSET", PLAN_KEY_NEW, b"@version", b"3000", *many)),
+        fenced(2999, (b"RENAME", PLAN_KEY_NEW, PLAN_KEY)),
+        fenced(3001, (b"RENAME", PLAN_KEY_NEW, PLAN_KEY)),
+        (b"HLEN", PLAN_KEY),
+        fenced(3001, (b"RENAME", PLAN_KEY_NEW, PLAN_KEY)),
+        (b"GET", TERM_KEY),
+        (b"SET", TERM_KEY, b"9999999999"),
+        claim(1000),
+        (b"SET", TERM_KEY, b"nan"),
+        fenced(1, (b"HSET", PLAN_KEY, b"@version", b"1")),
+    ]
+    model = KeySpace(time.monotonic, Snapshot())
+
+    def of_model(*words: bytes) -> Any:
+        reply = evaluate(words, of_model, ErrorReply) if words[0] == b"EVAL" else model.execute(words)
+        return _comparable(reply)
+
+    with LocalCluster(1) as cluster:
+        cluster.balancer.stop()
+        cluster.ask("s1", (b"DEL", PLAN_KEY, PLAN_KEY_NEW, TERM_KEY))
+        for command in commands:
+            [reply] = cluster.ask("s1", command)
+            assert _comparable(reply) == of_model(*command), command[:2]
+
+
+def _comparable(reply: Any) -> Any:
+    if isinstance(reply, (DynamothError, Exception)):
+        return "error", str(reply).removeprefix("ERR ").partition(" ")[0]
+    return reply
