@@ -80,8 +80,8 @@ def ring_read_once() -> AbstractContextManager[None]:
 def own_plan_is_the_newest() -> AbstractContextManager[None]:
     """A balancer takes the plan of its earlier term for the newest, where servers store none."""
 
-    def complete(plan: Plan, known: Any, *, is_complete: bool = False) -> PlanBook:
-        return PlanBook(plan, known, is_complete=True)
+    def complete(plan: Plan, known: Any, *, term: int, is_complete: bool = False) -> PlanBook:
+        return PlanBook(plan, known, term=term, is_complete=True)
 
     return replaced(dynamoth_balancer.install.takeover, PlanBook=complete)
 
