@@ -34,7 +34,7 @@ class ServerSettings:
     """The traffic that counts as load ratio 1. Left out: ``cluster.outgoing_bytes_per_s_max``."""
     draining: bool = False
     """Whether a new cluster begins with this server being drained: it gets no channels. Only the balancer reads this,
-    and only until the first `dynamoth server` command: later the stored plan says which servers are drained."""
+    and only until the first command (`server`, `pause`, `pin`): later the stored plan says which are drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

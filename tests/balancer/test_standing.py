@@ -59,7 +59,8 @@ def test_a_pause_stops_drains_too() -> None:
     cluster, balancer = started(3, QUICK)
     overload(cluster, balancer, 0.1)
     cluster.ask("pause")
-    successor = restarted(cluster, balancer, replace(QUICK, draining=frozenset({"s1"})))
+    assert cluster.ask("server", {"action": "drain", "server": "s1"}).error is None
+    successor = restarted(cluster, balancer)
     cluster.run(20)
     assert not successor.decided and cluster.ask("status").result["servers"]["s1"]["draining"]
     cluster.ask("resume")
@@ -126,19 +127,18 @@ def test_the_slot_that_a_pinned_channel_follows_is_pinned_with_it() -> None:
     assert pinned_names(plan) == {}
 
 
-def test_a_slot_of_a_pinned_channel_stays_when_its_server_is_drained_and_that_is_reported() -> None:
+def test_a_server_with_a_pinned_channel_is_drained_when_that_is_not_pinned_any_more() -> None:
     cluster, balancer = started(options=QUICK)
     [channel] = balancer.at_home("s1")
     pin(cluster, channel, "s1")
-    successor = restarted(cluster, balancer, replace(QUICK, draining=frozenset({"s1"})))
-    cluster.run(120)
-    assert successor.machine.slots_left("s1") == 1
-    assert successor.plan.entry(channel).route.assignment == single("s1")
+    drain = {"action": "drain", "server": "s1"}
+    assert "cannot be drained, as channels are pinned there: unpin them" in cluster.refusal("server", drain)
     explained = cluster.ask("explain", {"name": slot_of(channel)}).result
     assert "a channel of this slot is pinned" in explained["stays"][0]
     cluster.ask("unpin", {"channel": channel})
-    cluster.run(30)
-    assert successor.machine.slots_left("s1") == 0
+    assert cluster.ask("server", drain).error is None
+    cluster.run(120)
+    assert balancer.machine.slots_left("s1") == 0
 
 
 def test_a_pin_puts_a_replicated_channel_at_one_server() -> None:
