@@ -27,9 +27,15 @@ READ_TERM: tuple[bytes, ...] = (b"GET", TERM_KEY)
 _READ = b"""local stored = tonumber(redis.pcall('GET', KEYS[1]))
 if not stored or not (stored >= 0 and stored <= 4294967295) then stored = 0 end
 local term = tonumber(ARGV[1])
+local function call(...)
+  local reply = redis.pcall(...)
+  if type(reply) ~= 'table' or not reply.err then return reply end
+  return redis.error_reply((string.gsub(reply.err, '^.*@user_script: ?%d+: %-?', '')))
+end
 """
+"""Redis 6.2 puts the place in the script in front of an error; ``call`` returns what Redis says without the script."""
 
-_SET = b"""local set = redis.pcall('SET', KEYS[1], ARGV[1])
+_SET = b"""local set = call('SET', KEYS[1], ARGV[1])
 if set.err then return set end
 """
 
@@ -43,11 +49,11 @@ WRITE_SCRIPT = (
     + _SET
     + b"""end
 if ARGV[2] ~= 'HSET' then
-  return redis.pcall(ARGV[2], unpack(KEYS, 2))
+  return call(ARGV[2], unpack(KEYS, 2))
 end
 local added = 0
 for first = 3, #ARGV, 2000 do
-  local reply = redis.pcall('HSET', KEYS[2], unpack(ARGV, first, math.min(first + 1999, #ARGV)))
+  local reply = call('HSET', KEYS[2], unpack(ARGV, first, math.min(first + 1999, #ARGV)))
   if type(reply) == 'table' then return reply end
   added = added + reply
 end

@@ -247,6 +247,6 @@ def test_the_server_tells_about_itself(place: Place) -> None:
 
 def test_what_the_model_does_not_know_fails_loudly(place: Place) -> None:
     a = place.peer("a")
-    a.send(b"EVAL", b"return 1", 0)
-    with pytest.raises(UnknownCommand, match="EVAL"):
+    a.send(b"OBJECT", b"HELP")
+    with pytest.raises(UnknownCommand, match="OBJECT"):
         place.world.run_until(place.world.now + 0.1)
