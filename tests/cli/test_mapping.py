@@ -61,8 +61,8 @@ def test_an_agent_gets_what_is_its_own() -> None:
 
 
 def test_a_lease_that_is_too_short_is_refused_with_its_place() -> None:
-    loaded = load_config(file=ConfigText("x", FILE.replace("lease_s = 8", "lease_s = 1.4")))
-    with pytest.raises(ConfigError, match=r"balancer\.lease_s must be at least 1\.5 \(s\), not 1\.4 \(from x line 32, "):
+    loaded = load_config(file=ConfigText("x", FILE.replace("lease_s = 8", "lease_s = 1")))
+    with pytest.raises(ConfigError, match=r"balancer\.lease_s must be at least 1\.5 \(s\), not 1 \(from x line 32, "):
         balancer_config(loaded)
 
 
