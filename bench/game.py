@@ -168,20 +168,27 @@ def mean_response_ms(seconds: Sequence[Second]) -> float | None:
     return sum(second.response_ms_sum for second in seconds) / responses if responses else None
 
 
-def players_held(seconds: Sequence[Second], response_ms_max: float = PAPER_RESPONSE_MS_MAX) -> int:
-    """Return the most players that there were before the mean response time got too high, and stayed so.
+def overloaded_s(seconds: Sequence[Second], response_ms_max: float = PAPER_RESPONSE_MS_MAX) -> int:
+    """Return for how many seconds, up to the last one, the mean response time has been too high.
 
     No response at all is too high, too.
     """
-    high_since: int | None = None
-    most = 0
-    for index in range(len(seconds)):
-        mean = mean_response_ms(seconds[max(0, index - WINDOW_S + 1) : index + 1])
+    count = 0
+    for end in range(len(seconds), 0, -1):
+        mean = mean_response_ms(seconds[max(0, end - WINDOW_S) : end])
         if mean is not None and mean <= response_ms_max:
-            high_since = None
-            most = max(most, seconds[index].players)
-            continue
-        high_since = index if high_since is None else high_since
-        if index - high_since >= GRACE_S:
+            break
+        count += 1
+    return count
+
+
+def players_held(seconds: Sequence[Second], response_ms_max: float = PAPER_RESPONSE_MS_MAX) -> int:
+    """Return the most players that there were before the mean response time got too high, and stayed so."""
+    most = 0
+    for end in range(1, len(seconds) + 1):
+        high_s = overloaded_s(seconds[:end], response_ms_max)
+        if high_s == 0:
+            most = max(most, seconds[end - 1].players)
+        elif high_s > GRACE_S:
             break
     return most

@@ -6,7 +6,7 @@ update is due whether those before it were answered or not, so what an overloade
 do not react to messages, so the latency of a wide area network is added when a message arrives instead of waited for.
 
 Each player checks the numbers of the updates that it hears of others, from one change of tile to the next: a number
-that is missing was lost, one that is not higher than the last came twice or late.
+that is missing was lost, or its publish had failed; one that is not higher than the last came twice or late.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from dynamoth_sim.load.rgame import GameWorld, Join, Leave, Player, Update, read
 
 PENDING_MAX = 30
 """Updates of one player that wait to be published: 10 s of them. More are dropped, and counted as failed."""
+CHANGES_MAX = 30
+"""Changes of tile that wait for a player to carry them out; it walks no farther with more."""
 READ_TIMEOUT_S = 1.0
+JOIN_AGAIN_S = 0.5
 
 Take = Callable[[bytes, bytes], None]
 """Called with channel and payload of each message."""
@@ -45,6 +48,7 @@ class Sample:
     players: int = 0
     published: int = 0
     publish_failed: int = 0
+    join_failed: int = 0
     delivered: int = 0
     lost: int = 0
     out_of_order: int = 0
@@ -219,6 +223,7 @@ class Playing:
         self._player = Player(number, GameWorld(**game.world), random, time.monotonic(), game_start_s=game.began_s)
         self._connected = TRANSPORTS[game.transport](game.url, self._take, self._gap)
         self._due: asyncio.Queue[tuple[Update, int]] = asyncio.Queue(PENDING_MAX)
+        self._changes: asyncio.Queue[Join | Leave] = asyncio.Queue(CHANGES_MAX)
         #: By channel that it has joined: the latest number of each player that it has heard.
         self._heard: dict[bytes, dict[int, int]] = {}
 
@@ -227,6 +232,7 @@ class Playing:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._publish())
+                tasks.create_task(self._change())
                 await self._walk()
         finally:
             await self._connected.close()
@@ -236,17 +242,33 @@ class Playing:
             await asyncio.sleep(max(0.0, self._player.deadline() - time.monotonic()))
             for action in self._player.step(time.monotonic()):
                 match action:
-                    case Join(channel):
-                        self._heard[channel] = {}
-                        await self._connected.join(channel)
-                    case Leave(channel):
-                        del self._heard[channel]
-                        await self._connected.leave(channel)
+                    case Join() | Leave():
+                        await self._changes.put(action)
                     case Update():
                         try:
                             self._due.put_nowait((action, time.monotonic_ns()))
                         except asyncio.QueueFull:
                             self._process.sample.publish_failed += 1
+
+    async def _change(self) -> None:
+        """Join and leave channels, one after the other. An overloaded server makes that slow, but not the updates."""
+        while True:
+            action = await self._changes.get()
+            if isinstance(action, Join):
+                self._heard[action.channel] = {}
+            else:
+                del self._heard[action.channel]
+            while not await self._carry_out(action):
+                self._process.sample.join_failed += 1
+                await asyncio.sleep(JOIN_AGAIN_S)
+
+    async def _carry_out(self, action: Join | Leave) -> bool:
+        """Join or leave; return whether that worked."""
+        try:
+            await (self._connected.join if isinstance(action, Join) else self._connected.leave)(action.channel)
+        except redis.exceptions.RedisError:
+            return False
+        return True
 
     async def _publish(self) -> None:
         """Publish one update after the other: several connections would change their order."""

@@ -79,6 +79,15 @@ def resident_mib(process: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def cpu_s(process: int) -> float:
+    """Return how much processor time a process has used, in seconds; 0 when it has ended (Linux)."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def children_of_ours() -> dict[int, str]:
     """Return the command lines of the processes that this one has started and that have not ended, by id (Linux)."""
     found: dict[int, str] = {}

@@ -289,6 +289,11 @@ class LimitedCluster:
         """Have the balancer carry out a request; return its result. Raises as ``admin.ask_balancer``."""
         return asyncio.run(ask_balancer(parse_cluster_url(self.url), command, arguments, timeout_s=REQUEST_TIMEOUT_S))
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """The ids of the processes, by name."""
+        return {child.name: child.pid for child in self._children}
+
     def check(self) -> None:
         """Raise ChildEnded if a process has ended."""
         for child in self._children:

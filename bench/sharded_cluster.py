@@ -78,6 +78,11 @@ class ShardedCluster:
             raise ClusterUnavailable(f"server {id_} refuses '{' '.join(words)}': {reply}")
         return reply
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """The ids of the processes, by name."""
+        return {child.name: child.pid for child in self._children}
+
     def check(self) -> None:
         """Raise ChildEnded if a process has ended."""
         for child in self._children:
