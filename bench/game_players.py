@@ -224,8 +224,8 @@ class Playing:
         self._connected = TRANSPORTS[game.transport](game.url, self._take, self._gap)
         self._due: asyncio.Queue[tuple[Update, int]] = asyncio.Queue(PENDING_MAX)
         self._changes: asyncio.Queue[Join | Leave] = asyncio.Queue(CHANGES_MAX)
-        #: By channel that it has joined: the latest number of each player that it has heard.
-        self._heard: dict[bytes, dict[int, int]] = {}
+        #: By channel that it has joined: when that was, and the latest number of each player that it has heard since.
+        self._heard: dict[bytes, tuple[int, dict[int, int]]] = {}
 
     async def play(self) -> None:
         """Play until cancelled."""
@@ -254,13 +254,13 @@ class Playing:
         """Join and leave channels, one after the other. An overloaded server makes that slow, but not the updates."""
         while True:
             action = await self._changes.get()
-            if isinstance(action, Join):
-                self._heard[action.channel] = {}
-            else:
+            if isinstance(action, Leave):
                 del self._heard[action.channel]
             while not await self._carry_out(action):
                 self._process.sample.join_failed += 1
                 await asyncio.sleep(JOIN_AGAIN_S)
+            if isinstance(action, Join):
+                self._heard[action.channel] = time.monotonic_ns(), {}
 
     async def _carry_out(self, action: Join | Leave) -> bool:
         """Join or leave; return whether that worked."""
@@ -286,9 +286,9 @@ class Playing:
         player, sequence, sent_ns, _, _ = read_update(payload)
         if player == self._number:
             self._process.response(time.monotonic_ns() - sent_ns)
-        heard = self._heard.get(channel)
-        if heard is None:
-            return  # it has left, and unsubscribing takes its time
+        joined_ns, heard = self._heard.get(channel, (sent_ns + 1, {}))
+        if sent_ns < joined_ns:
+            return  # of an earlier visit, or it has left, and unsubscribing takes its time
         latest = heard.get(player)
         if latest is None or sequence > latest:
             sample.lost += 0 if latest is None else sequence - latest - 1

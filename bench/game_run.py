@@ -165,7 +165,7 @@ def _sample(workers: Sequence[Worker], players: int) -> Sample:
 def _moment(name: str, at_s: float, sample: Sample, system: System, used: Mapping[str, Any]) -> Moment:
     ratios: Mapping[str, float] = used["ratios"]
     moves = system.second(ratios)
-    in_use = [ratios[id_] for id_ in system.servers]
+    in_use = [ratios.get(id_, 0.0) for id_ in system.servers]
     return Moment(
         system=name,
         at_s=at_s,

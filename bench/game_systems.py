@@ -83,7 +83,7 @@ class Balanced(System):
 
     """
 
-    def __init__(self, network: Network, servers: int, bytes_per_s_max: int, times: Mapping[str, float]) -> None:
+    def __init__(self, network: Network, servers: int, bytes_per_s_max: int, times: Mapping[str, object]) -> None:
         self._port = free_port()
         settings = {
             **times,

@@ -145,7 +145,7 @@ class Network:
         """Return how many bytes each machine has sent so far, behind its limit, Ethernet headers included."""
         return {
             id_: int(Path(f"/sys/class/net/{cable}/statistics/rx_bytes").read_text())
-            for id_, cable in self._cables.items()
+            for id_, cable in self._cables.copy().items()
         }
 
     def _dropped(self, id_: str) -> int:

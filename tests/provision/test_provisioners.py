@@ -18,6 +18,7 @@ from dynamoth_balancer.process.provisioners import (
     PoolProvisioner,
     ProvisionerFailed,
 )
+from dynamoth_daemon import event_loop
 
 CLOUD = """\
 import json, os, sys
@@ -54,6 +55,12 @@ async def test_a_command_starts_lists_and_frees_servers(tmp_path: Path) -> None:
     await provisioner.free("auto-7-1")
     await provisioner.free("auto-7-1")
     assert await provisioner.running() == []
+
+
+def test_a_command_can_be_run_in_the_event_loop_of_a_balancer(tmp_path: Path) -> None:
+    provisioner = command(CLOUD, str(tmp_path))
+    assert event_loop.run(provisioner.start("auto-7-1")) == "redis://auto-7-1:6379"
+    assert event_loop.run(provisioner.running()) == ["auto-7-1"]
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,7 @@ class CommandProvisioner:
         except OSError as error:
             raise ProvisionerFailed(f"{self._name} cannot be run: {error.strerror}") from error
         try:
-            stdin = transport.get_pipe_transport(0)
-            assert isinstance(stdin, asyncio.WriteTransport), "stdin is a pipe"
+            stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))  # uvloop's is no subclass of it
             stdin.write(request)
             stdin.close()
             await run.ended.wait()
