@@ -39,7 +39,10 @@ class BalancerOptions(PlanningSettings):
         0.20, "a target may pass load_ratio_accept if it stays this far below the source's ratio before", above=0
     )
     improvement_ratio_min: float = setting(
-        0.05, "a move leaves its target this far below the source's load ratio before", minimum=0
+        0.05,
+        "a move leaves its target this far below the source's load ratio before, and all moves away from a server lower"
+        " its load ratio by this much",
+        minimum=0,
     )
     channel_ratio_min: float = setting(0.001, "a channel with a smaller share of its server is not moved", minimum=0)
     slot_subscriptions_max: int = setting(

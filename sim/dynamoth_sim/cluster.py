@@ -66,6 +66,8 @@ class Setting:
     delays: Delays = DEFAULT_DELAYS
     #: What each server can send: little makes the balancer move channels by itself.
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
+    #: The same of servers of another size.
+    capacities: Mapping[str, int] = field(default_factory=dict[str, int])
     #: The CPU of each server that counts as all of it, in cores.
     cpu_ratio_max: float = 1.0
     #: Whether something fails, so that messages may be lost if subscribers report it.
@@ -252,7 +254,9 @@ class Cluster:
     def make_agent(self, server: str, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of an agent."""
         options = self.options
-        return AgentMachine(server, incarnation, options.dispatcher, options.load_analyzer, self.servers[server].url)
+        capacity = options.setting.capacities.get(server, options.setting.outgoing_bytes_per_s_max)
+        load_analyzer = replace(options.load_analyzer, outgoing_bytes_per_s_max=capacity)
+        return AgentMachine(server, incarnation, options.dispatcher, load_analyzer, self.servers[server].url)
 
     def make_balancer(self, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of the balancer."""

@@ -134,6 +134,17 @@ def test_a_channel_that_would_be_moved_shows_the_move_although_the_balancer_is_p
     assert not balancer.decided
 
 
+def test_a_channel_that_hardly_relieves_its_server_says_so() -> None:
+    cluster, balancer = started(2, BalancerOptions(averaging_s=3.0, replicas_max=1))
+    *_, small = load(cluster, balancer, 0.43, 0.43, 0.01)
+    load(cluster, balancer, 0.5, server="s2")
+    cluster.run(5)
+    found = explain(cluster, small)
+    assert "not worth the moves" in found["stays"][0]
+    assert found["stays"][1:] == ["s2 could take it, but that would not relieve s1 by enough"]
+    assert not any(made.decision.moves for made in balancer.decided)
+
+
 def test_a_channel_that_reports_do_not_name_says_so() -> None:
     cluster, _ = started(options=QUICK)
     cluster.run(5)

@@ -184,10 +184,10 @@ class Explainer:
             if finding.channel == channel or finding.server in assignment.servers
         )
         if channel not in cluster.pins and all(server in cluster.servers for server in assignment.servers):
-            yield from self._why_no_goal_moves_it(cluster, channel, assignment, installer)
+            yield from self._why_no_goal_moves_it(cluster, channel, assignment, installer, preview)
 
     def _why_no_goal_moves_it(
-        self, cluster: Cluster, channel: bytes, assignment: Assignment, installer: Installer
+        self, cluster: Cluster, channel: bytes, assignment: Assignment, installer: Installer, preview: Decision
     ) -> Iterator[str]:
         options = cluster.options
         if assignment.mode is not Mode.SINGLE:
@@ -208,7 +208,9 @@ class Explainer:
         verdicts = [(move, judge(move, options)) for move in moves]
         better = [move.target for move, worth in verdicts if worth is Worth.WORTH_IT]
         if better:
-            yield f"{', '.join(better[:TARGETS_NAMED_MAX])} could take it, but other channels go first"
+            others_go = any(move.source == source.id for move in preview.moves)
+            why = "other channels go first" if others_go else f"that would not relieve {source.id} by enough"
+            yield f"{', '.join(better[:TARGETS_NAMED_MAX])} could take it, but {why}"
         for move, worth in [] if better else verdicts[:TARGETS_NAMED_MAX]:
             yield _GAINS[worth].format(source=source.id, target=move.target, after=move.ratios[move.target].after)
 

@@ -260,18 +260,28 @@ class Cluster:
         """Apply a move to this copy, if bounds and earlier goals permit it; return whether they do."""
         if not self._admits(move):
             return False
-        for name, load in move.loads.items():
-            self.servers[name].add(load)
         self.moves[move.channel] = move
-        if not is_slot(move.channel):
-            self._away.update(move.left)
-            self._here.update(move.joined)
-            return True
-        self._slots_away[move.source] += 1
-        self._slots_here[move.target] += 1
-        for server, (subscriptions, ratio) in self._step_with(move).items():
-            self._slot_subscriptions_moved[server], self._slot_load_moved[server] = subscriptions, ratio
+        self._apply(move, 1)
         return True
+
+    def give_up(self, moves: Sequence[Move]) -> None:
+        """Take moves of this plan back."""
+        for move in reversed(moves):
+            del self.moves[move.channel]
+            self._apply(move, -1)
+
+    def _apply(self, move: Move, sign: int) -> None:
+        """Add (``sign`` 1) or subtract (-1) the loads of a move, and count it."""
+        for name, load in move.loads.items():
+            self.servers[name].add(load * sign)
+        if not is_slot(move.channel):
+            self._away.update(dict.fromkeys(move.left, sign))
+            self._here.update(dict.fromkeys(move.joined, sign))
+            return
+        self._slots_away[move.source] += sign
+        self._slots_here[move.target] += sign
+        for server, (subscriptions, ratio) in self._step_with(move, sign).items():
+            self._slot_subscriptions_moved[server], self._slot_load_moved[server] = subscriptions, ratio
 
     def _admits(self, move: Move) -> bool:
         return (
@@ -302,13 +312,16 @@ class Cluster:
             for subscriptions, ratio in self._step_with(move).values()
         )
 
-    def _step_with(self, move: Move) -> dict[str, tuple[float, float]]:
-        """Return, by server, the subscriptions and the load ratio that move with the slots so far and this one."""
+    def _step_with(self, move: Move, sign: int = 1) -> dict[str, tuple[float, float]]:
+        """Return, by server, the subscriptions and the load ratio that move with the slots so far and this one.
+
+        ``sign`` is -1 for those that move without this one.
+        """
         added = self.slot_subscriptions.get(move.source, 0.0)
         return {
             server: (
-                self._slot_subscriptions_moved.get(server, 0.0) + added,
-                self._slot_load_moved.get(server, 0.0) + max(load_ratios(self.servers[server], load)),
+                self._slot_subscriptions_moved.get(server, 0.0) + sign * added,
+                self._slot_load_moved.get(server, 0.0) + sign * max(load_ratios(self.servers[server], load)),
             )
             for server, load in move.loads.items()
         }

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dynamoth.names import in_quotes
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
 from dynamoth_balancer.decide.resources import Resource
-from dynamoth_balancer.decide.worth import Worth, judge
+from dynamoth_balancer.decide.worth import Worth, is_worth_moves, judge
 
 NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
 """Why nothing leaves a server whose agent has been blind from the first second on."""
@@ -31,7 +31,8 @@ class Relieve:
     As published: the busiest channels of the most loaded server go to the least loaded one until ``load_ratio_safe`` is
     reached. Corrected: a channel that no other server could carry better stays, and smaller ones are tried; the least
     loaded server is the one with most room in bytes, as capacities differ. Load is that of the tighter resource: where
-    it is CPU, the channels that use most of it are the busiest.
+    it is CPU, the channels that use most of it are the busiest. And moves have a price: if all that can leave relieves
+    the server by less than ``improvement_ratio_min``, nothing is moved.
     """
 
     name = "relieve"
@@ -57,6 +58,24 @@ class Relieve:
         reason = f"{source.id} has load ratio {source.load_ratio:.2f}{of_cpu}, above {options.load_ratio_high:.2f}"
         if source.id in cluster.blind:
             reason = f"the agent of {source.id} does not see what is published there, so {source.id} is overloaded"
+        before = source.load_ratio
+        moves = self._move_busiest(cluster, source, reason)
+        ends_here = source.id not in cluster.blind and not _is_used_up(cluster, source)
+        gain = before - source.load_ratio
+        too_little = bool(moves) and ends_here and not is_worth_moves(gain, options)
+        if source.load_ratio > options.load_ratio_high or too_little:
+            stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
+            why = why_they_stay(cluster, source, stayed) if stayed else _why_not_channels(cluster, source)
+            if too_little:
+                why = f"what could leave would relieve it by only {gain:.3f}, not worth the moves; {why}"
+                cluster.give_up(moves)
+                moves = []
+            cluster.findings.append(Finding(source.id, source.load_ratio, why))
+        return moves
+
+    @staticmethod
+    def _move_busiest(cluster: Cluster, source: ServerLoad, reason: str) -> list[Move]:
+        options = cluster.options
         moves: list[Move] = []
         for load in busiest_first(cluster.channels(source.id), source):
             done = source.load_ratio <= options.load_ratio_safe or source.share(load.load) < options.channel_ratio_min
@@ -68,10 +87,6 @@ class Relieve:
             move = cluster.move(load, source, target, reason)
             if judge(move, options) is Worth.WORTH_IT and cluster.take(move):
                 moves.append(move)
-        if source.load_ratio > options.load_ratio_high:
-            stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
-            why = why_they_stay(cluster, source, stayed) if stayed else _why_not_channels(cluster, source)
-            cluster.findings.append(Finding(source.id, source.load_ratio, why))
         return moves
 
 
@@ -82,12 +97,18 @@ def _why_not_channels(cluster: Cluster, source: ServerLoad) -> str:
     return OTHER_COMMANDS if source.resource is Resource.CPU else "its load is not that of channels"
 
 
+def _is_used_up(cluster: Cluster, source: ServerLoad) -> bool:
+    """Return whether the bounds of a plan, and nothing else, end the relief of a server."""
+    others = [server.id for server in cluster.targets if server is not source]
+    return cluster.is_full or cluster.has_given(source.id) or all(map(cluster.has_taken, others))
+
+
 def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
     """Return why the ``stayed`` channels (at least one) have not left an overloaded server, and the cure."""
     others = [server.id for server in cluster.targets if server is not source]
     if not others:
         return f"there is no other server that could take channels: {cluster.more_servers}"
-    if cluster.is_full or cluster.has_given(source.id) or all(map(cluster.has_taken, others)):
+    if _is_used_up(cluster, source):
         return "this plan has as many moves as one may have; the next goes on"
     if source.resource is Resource.CPU and sum(load.cpu_ratio for load in stayed) < source.cpu_ratio / 2:
         return OTHER_COMMANDS

@@ -1,4 +1,8 @@
-"""Judges whether the move of a channel from one server to another is worth it."""
+"""Judges whether moves are worth their price.
+
+Each move has one, however small its channel is: versions of the plan at every server, and clients that subscribe anew
+and for a moment get everything twice.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +31,8 @@ def judge(move: Move, options: BalancerOptions) -> Worth:
     smaller_by_margin = target.after <= source.before - options.improvement_ratio_min
     smaller = max(source.after, target.after) < max(source.before, target.before)
     return Worth.WORTH_IT if smaller_by_margin and smaller else Worth.GAINS_LITTLE
+
+
+def is_worth_moves(gain: float, options: BalancerOptions) -> bool:
+    """Return whether lowering the load ratio of a server by ``gain`` is worth all the moves that do it."""
+    return gain >= options.improvement_ratio_min
