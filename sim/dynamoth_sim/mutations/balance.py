@@ -13,18 +13,12 @@ from dynamoth_balancer.decide.replicate import Judgement
 from dynamoth_balancer.decide.worth import Worth
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_balancer.options import BalancerOptions
 from dynamoth_sim.mutations.mutation import Check, nothing, replaced, returning
 
 
 def every_move_is_worth_it() -> AbstractContextManager[None]:
     """An overloaded server gives its busiest channel to the least loaded one, whatever comes of it, as published."""
     return replaced(relieve, judge=returning(Worth.WORTH_IT))
-
-
-def servers_are_filled() -> AbstractContextManager[None]:
-    """A server takes channels until it is full."""
-    return replaced(BalancerOptions, accept_ratio=property(lambda self: 1.0))
 
 
 def only_ratios_replicate() -> AbstractContextManager[None]:
@@ -74,7 +68,6 @@ def every_gain_is_worth_it() -> AbstractContextManager[None]:
 
 CHECKS = (
     Check("76-ping-pong", every_move_is_worth_it, "expected"),
-    Check("76-ping-pong", servers_are_filled, "expected"),
     Check("77-hotter-than-any-server", only_ratios_replicate, "expected"),
     Check("78-all-overloaded", every_move_is_worth_it, "expected"),
     Check("79-new-server", new_servers_stay_new, "expected"),
