@@ -304,19 +304,24 @@ loads = st.builds(_traffic, st.floats(0, 4), st.floats(0, 4), st.integers(1, 60)
 modes = st.sampled_from(Mode)
 
 
+LONG_S = 100.0
+"""The interval of reports in which a rate is hardly rounded: 1.67 publications/s at a replica are not 2."""
+
+
 def _reported(model: ClusterModel, traffic: Traffic, route: Route, servers: Iterable[str], until: float) -> None:
     """Let the agents of all servers report for long enough what they see of a settled channel."""
     for second in range(12):
         for server in servers:
             here = server in route.assignment.servers
             rows = {CHANNEL: traffic.seen_at(server, route)} if here else {}
-            model.report(report(server, rows), until - 11 + second)
+            model.report(report(server, rows, LONG_S), until - 11 + second)
 
 
 @given(loads, modes, st.integers(2, 8), st.integers(2, 8))
 @example(Traffic(9000, 10, 40, 22.2), Mode.SINGLE, 2, 8)  # as published, 80 subscribers are seen with eight replicas
 @example(Traffic(10, 800, 40, 250), Mode.SINGLE, 2, 8)  # ... and 80 publications/s
 @example(_traffic(2.4765625, 0.0, 36, 1.0), Mode.ALL_SUBSCRIBERS, 7, 2)  # six replicas by 299 publications/s, then five
+@example(_traffic(1.0, 2.0625, 18, 1.0), Mode.ALL_SUBSCRIBERS, 6, 2)  # the threshold is exactly 10 publications/s
 def test_under_constant_load_one_decision_is_final_whatever_the_mode(
     traffic: Traffic, mode: Mode, replicas: int, servers: int
 ) -> None:
