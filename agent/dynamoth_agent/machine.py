@@ -97,10 +97,10 @@ class AgentMachine:
             self._refusal, problem = self.dispatcher.observation.refusal, self.problem
             actions += [] if problem is None or self._refusal is None else [ObservationRefused(problem)]
         self.load_analyzer.problems = self._problems()
-        version = self.plan_version
-        if version is not None and version != self.load_analyzer.plan_version:
-            self.load_analyzer.plan_version = version
-            actions.append(PlanFollowed(version))
+        plan = self.dispatcher.plan
+        if plan is not None and plan.version != self.load_analyzer.plan_version:
+            self.load_analyzer.plan_version, self.load_analyzer.planned = plan.version, plan.entries
+            actions.append(PlanFollowed(plan.version))
         return actions
 
     def _problems(self) -> tuple[tuple[str, str], ...]:

@@ -51,7 +51,7 @@ from dynamoth_balancer.decide.drain import Drain, DrainSlots
 from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import Pin
-from dynamoth_balancer.decide.relieve import Relieve
+from dynamoth_balancer.decide.relieve import Relieve, RelieveSlots
 from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.decide.spread import Spread
 from dynamoth_balancer.events import (
@@ -142,7 +142,10 @@ class BalancerMachine:
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(
-            self._model, (Pin(), Replicate(), Relieve(), Drain()), (DrainSlots(), Spread()), self.options
+            self._model,
+            (Pin(), Replicate(), Relieve(), Drain()),
+            (RelieveSlots(), DrainSlots(), Spread()),
+            self.options,
         )
         self._records = Records(incarnation, self.options, self._hearing.reports)
         #: The problems of the cluster, for people.

@@ -87,7 +87,7 @@ from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable, is
 from dynamoth_dispatcher.observation import Observation
 from dynamoth_dispatcher.options import DispatcherOptions
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
-from dynamoth_dispatcher.transitions import TAG_LIST, TAG_NUMSUB, Transition, Transitions
+from dynamoth_dispatcher.transitions import TAG_LIST, TAG_MEMBERS, TAG_NUMSUB, Transition, Transitions
 
 _physical_of = itemgetter(2)
 _ONLY_PMESSAGES = {4}
@@ -244,6 +244,8 @@ class DispatcherMachine:
             case (tag, slots) if tag == TAG_LIST:
                 listened, vacated = self.transitions.on_list(slots, event.value, now)
                 return [*self._notify_listeners(listened), *self._report_vacated(vacated)]
+            case (tag, asked) if tag == TAG_MEMBERS:
+                return self._notify_listeners(self.transitions.on_members(asked, event.value))
             case (tag, slots) if tag == TAG_SLOT_LISTENERS:
                 assert self.plan is not None, "it is never given up"
                 return self._notices.report_loss(slots, event.value, self.plan)
@@ -505,7 +507,9 @@ class DispatcherMachine:
             actions += self._followed.read()
         actions += self.forwarder.on_tick(now)
         notices, polls = self.transitions.due(now)
-        return [*actions, *self._notify_listeners(notices), *self.transitions.poll(polls, now)]
+        actions += self._notify_listeners(notices)
+        actions += self._report_vacated(self.transitions.vacated_again(polls, now))
+        return [*actions, *self.transitions.poll(polls, now)]
 
     def _notify_listeners(self, transitions: Iterable[Transition]) -> list[DispatcherAction]:
         """Send the listeners at old locations the new routes."""

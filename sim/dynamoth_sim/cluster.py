@@ -76,6 +76,8 @@ class Setting:
     replicas_max: int = 1
     #: How often agents report. Rarely, as reports are most of what an idle cluster does.
     report_interval_s: float = 0.4
+    #: How many channels a report names.
+    channels_per_report_max: int = 1000
     #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
     forwards_max: int = 1000
     #: Servers that the balancer drains.
@@ -152,6 +154,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
         load_analyzer=LoadAnalyzerOptions(
             outgoing_bytes_per_s_max=setting.outgoing_bytes_per_s_max,
             report_interval_s=setting.report_interval_s,
+            channels_per_report_max=setting.channels_per_report_max,
             discovery_interval_s=2.0,
         ),
         balancer=BalancerOptions(

@@ -10,7 +10,7 @@ The goals, in their order:
 
 1. ``pin``: brings channels back to where administrators have pinned them.
 2. ``replicate``: Algorithm 1. Before the others, because a channel that is too large for one server has no good place.
-3. ``relieve``: Algorithm 2.
+3. ``relieve``: Algorithm 2; then slots, where no busy channel explains the load of a server.
 4. ``release``: at low load, empties a server that is no longer needed.
 5. ``drain``: empties servers that an operator wants to stop. Both first move channels, and then, in the same order,
    slots.
@@ -211,7 +211,7 @@ class Cluster:
     has the servers whose agents do not see what is published: they count as overloaded, and no move puts a channel
     there. ``full`` has the servers that are nearly out of connections or memory, and of what: no move puts a channel
     there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` how many
-    subscriptions a slot of a server has on average. ``pins`` has the channels and slots that no move may put elsewhere,
+    subscriptions each slot has. ``pins`` has the channels and slots that no move may put elsewhere,
     and ``strays`` the pinned channels that are elsewhere.
     """
 
@@ -225,10 +225,12 @@ class Cluster:
     blind: Set[str] = frozenset()
     slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     full: Mapping[str, str] = field(default_factory=dict[str, str])
-    slot_subscriptions: Mapping[str, float] = field(default_factory=dict[str, float])
+    slot_subscriptions: dict[bytes, float] = field(default_factory=dict[bytes, float])
     releasing: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     pins: Mapping[bytes, Assignment] = field(default_factory=dict[bytes, Assignment])
     strays: Sequence[Stray] = ()
+    #: The overloaded servers that moves of channels do not relieve.
+    unrelieved: set[str] = field(default_factory=set[str])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     #: How many channels, and how many slots, these moves take away from each server, and bring to it.
@@ -317,7 +319,7 @@ class Cluster:
 
         ``sign`` is -1 for those that move without this one.
         """
-        added = self.slot_subscriptions.get(move.source, 0.0)
+        added = self.slot_subscriptions.get(move.channel, 0.0)
         return {
             server: (
                 self._slot_subscriptions_moved.get(server, 0.0) + sign * added,

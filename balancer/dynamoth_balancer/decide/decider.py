@@ -233,13 +233,9 @@ class Decider:
         draining = {server: self._left_at(server, installer) for server in installer.draining}
         slots = {server: self._slot_rates(server, installer) for server in loads}
         full = {server: why for server in loads if (why := self._model.why_full(server))}
-        subscriptions = {
-            server: self._model.subscriptions(server) / max(1, len(installer.index.slots_at[server]))
-            for server in loads
-        }
-        cluster = Cluster(
-            loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full, subscriptions
-        )
+        cluster = Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
+        for server in loads:
+            cluster.slot_subscriptions |= self._slot_subscriptions(server, installer)
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
         return cluster
 
@@ -278,7 +274,7 @@ class Decider:
         return [rates.get(name, ChannelRate(0.0, name)) for name in names]
 
     def _slot_rates(self, server: str, installer: Installer) -> list[ChannelRate]:
-        """Return the slots of a server with their load: of channels in reports, and a share of all others."""
+        """Return the slots of a server with their load: of channels with a name, of others, and a share of the rest."""
         slots, slot_above = installer.index.slots_at[server], installer.plan.slot_above
         rest = self._model.unnamed(server) / max(1, len(slots))
         rates, cpu = dict.fromkeys(slots, rest.outgoing_bytes_per_s), dict.fromkeys(slots, rest.cpu_ratio)
@@ -287,7 +283,22 @@ class Decider:
             if slot in rates:
                 rates[slot] += load.outgoing_bytes_per_s
                 cpu[slot] += load.cpu_ratio
+        for slot, others in self._model.slots(server).items():
+            if slot in rates:
+                rates[slot] += others.outgoing_bytes_per_s
+                cpu[slot] += others.cpu_ratio
         return [ChannelRate(rate, slot, cpu[slot]) for slot, rate in rates.items()]
+
+    def _slot_subscriptions(self, server: str, installer: Installer) -> dict[bytes, float]:
+        """Return how many subscriptions each slot of a server has; those of unknown channels count evenly."""
+        slots, slot_above = installer.index.slots_at[server], installer.plan.slot_above
+        known, more = self._model.subscriptions(server)
+        subscriptions = dict.fromkeys(slots, more / max(1, len(slots)))
+        for name, count in known.items():
+            slot = name if is_slot(name) else slot_above(name)
+            if count and slot in subscriptions:
+                subscriptions[slot] += count
+        return subscriptions
 
     def rate(self, name: bytes, server: str, installer: Installer) -> ChannelRate:
         """Return the estimated load of a channel or slot at a server."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dynamoth.names import in_quotes
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
-from dynamoth_balancer.decide.resources import Resource
+from dynamoth_balancer.decide.resources import NO_LOAD, Resource
 from dynamoth_balancer.decide.worth import Worth, is_worth_moves, judge
 
 NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
@@ -23,6 +23,8 @@ OTHER_COMMANDS = (
     " commands take it"
 )
 """Why channels cannot relieve a server whose CPU an application uses for something else."""
+
+STUCK = "its channels and slots rest, are in transition, or would overload any other server: add servers"
 
 
 class Relieve:
@@ -71,6 +73,8 @@ class Relieve:
                 cluster.give_up(moves)
                 moves = []
             cluster.findings.append(Finding(source.id, source.load_ratio, why))
+            if not _is_used_up(cluster, source):
+                cluster.unrelieved.add(source.id)
         return moves
 
     @staticmethod
@@ -90,10 +94,62 @@ class Relieve:
         return moves
 
 
+class RelieveSlots:
+    """Moves slots away from servers above ``load_ratio_high`` that ``Relieve`` could not relieve.
+
+    Their load is that of many small channels, which move together. It goes on in steps until ``load_ratio_safe`` is
+    reached, the busiest slots first, each judged as a channel is.
+    """
+
+    name = "relieve"
+
+    def __init__(self) -> None:
+        #: The servers that give slots.
+        self._relieving: set[str] = set()
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        """Propose the next step."""
+        safe = cluster.options.load_ratio_safe
+        self._relieving |= cluster.unrelieved - cluster.blind
+        self._relieving = {
+            id_ for id_ in self._relieving & cluster.servers.keys() if cluster.servers[id_].load_ratio > safe
+        }
+        moves: list[Move] = []
+        for id_ in sorted(self._relieving):
+            given = self._relieve(cluster, cluster.servers[id_])
+            moves += given
+            if given:  # it is not stuck, whatever the goal for channels has found
+                cluster.findings[:] = [f for f in cluster.findings if (f.server, f.goal) != (id_, self.name)]
+        return moves
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        """Permit all: ``Relieve`` permits no move that overloads a server."""
+        return True
+
+    def _relieve(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
+        options = cluster.options
+        moves: list[Move] = []
+        loads = busiest_first(cluster.slots.get(source.id, ()), source)
+        left = sum(source.share(load.load) for load in loads)
+        for load in loads:
+            target = cluster.roomiest(source.id)
+            is_little = left < options.improvement_ratio_min  # all that have not been looked at
+            if source.load_ratio <= options.load_ratio_safe or target is None or is_little:
+                break
+            left -= source.share(load.load)
+            reason = f"{source.id} has load ratio {source.load_ratio:.2f}, and its busy channels do not explain it"
+            move = cluster.move(load, source, target, reason)
+            if judge(move, options) is Worth.WORTH_IT and cluster.take(move):
+                moves.append(move)
+        return moves
+
+
 def _why_not_channels(cluster: Cluster, source: ServerLoad) -> str:
     """Return why no channel can leave an overloaded server that has none with a load."""
     if source.id in cluster.blind:
         return NO_FIGURES
+    if 2 * source.share(sum((load.load for load in cluster.slots.get(source.id, ())), NO_LOAD)) > source.load_ratio:
+        return STUCK
     return OTHER_COMMANDS if source.resource is Resource.CPU else "its load is not that of channels"
 
 

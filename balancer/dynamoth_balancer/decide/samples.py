@@ -34,6 +34,8 @@ class Sample:
     cpu_s: float
     #: What one delivery cost; see :func:`rounded`.
     delivery_cpu_s: float
+    #: How many channels have names of their own. The sums of slots follow them, under the slots' names.
+    named: int
     channels: tuple[bytes, ...]
     #: Of each channel; 0 where it is attributed. The CPU likewise.
     channel_bytes: array[float]

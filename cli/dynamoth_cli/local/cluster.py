@@ -241,6 +241,16 @@ class LocalCluster:
         self.balancer.start()
         return id_
 
+    def remove_server(self, id_: str) -> None:
+        """Take out a drained server: the balancer gets the shorter list, then server and agent are stopped for good."""
+        self.balancer.stop()
+        del self.capacities[list(self.redis).index(id_)]
+        server = self.redis.pop(id_)
+        self.config_file.write_text(self._configuration())
+        self.balancer.start()
+        self.agents.pop(id_).stop()
+        server.stop()
+
     def log_in_as(self, users: Mapping[str, tuple[str, str]]) -> None:
         """Restart the daemons one by one as these users, which the servers know; ``url`` has that of clients then."""
         self._users = dict(users)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from dynamoth_balancer.decide.relieve import RelieveSlots
 from dynamoth_dispatcher.transitions import Transition, Transitions
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_lla import digest
+from dynamoth_sim.mutations.mutation import Check, no_actions, replaced
 
 
 def nothing_is_listed() -> AbstractContextManager[None]:
@@ -28,7 +31,23 @@ def markers_overtake_losses() -> AbstractContextManager[None]:
     return replaced(Transitions, take_loss=nothing)
 
 
+def slots_do_not_relieve() -> AbstractContextManager[None]:
+    """Only channels that reports name leave an overloaded server."""
+    return replaced(RelieveSlots, propose=no_actions)
+
+
+def slots_look_alike() -> AbstractContextManager[None]:
+    """Agents do not report load by slot."""
+
+    def one_sum(*_: Any) -> Generator[None]:
+        yield
+
+    return replaced(digest, _add_up_by_slot=one_sum)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("81-slot-idle-subscribers", nothing_is_listed, "G1"),
     Check("82-slot-loss-before-marker", markers_overtake_losses, "G5"),
+    Check("83-long-tail", slots_do_not_relieve, "expected"),
+    Check("83-long-tail", slots_look_alike, "expected"),
 )

@@ -6,10 +6,14 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 from __future__ import annotations
 
 from dynamoth.names import RELAY_PREFIX
-from dynamoth.plan.plan import Phase
-from dynamoth.plan.slots import slot_of
+from dynamoth.plan.plan import Phase, single
+from dynamoth.plan.slots import is_slot, slot_of
 from dynamoth.protocol.control import RouteNotice
-from dynamoth_sim.scenarios.stage import Scenario, Stage, control_in
+from dynamoth_sim.scenarios.stage import LITTLE_BYTES_PER_S, Scenario, Stage, control_in
+
+TAIL_CHANNELS = 40
+TAIL_BYTES = 1000
+"""100 messages of this size per second make load ratio 0.9 at the only subscriber's server."""
 
 
 def idle_subscribers(stage: Stage) -> None:
@@ -50,7 +54,32 @@ def loss_before_marker(stage: Stage) -> None:
     stage.expect("S reports that something may be missing", stage.cluster.audit.totals.gaps > 0, channel)
 
 
+def long_tail(stage: Stage) -> None:
+    """Case 83. Many small channels overload a server, and a report names one channel only.
+
+    The balancer moves their slots away, those with load, until the server is safe. Then all rest.
+    """
+    channels = [stage.channel_at("s1", f"tail{number}-") for number in range(TAIL_CHANNELS)]
+    app = stage.client("S", 1).subscribers[0]
+    for channel in channels:
+        app.subscribe(channel)
+    stage.wait("S is confirmed", lambda: all(stage.cluster.audit.is_open(app.name, channel) for channel in channels))
+    publisher = stage.publisher("P")
+    for number in range(1000):
+        publisher.publish(channels[number % TAIL_CHANNELS], size_bytes=TAIL_BYTES)
+        stage.run(0.01)
+    left = [channel for channel in channels if stage.entry(channel).route.assignment == single("s1")]
+    ratio = len(left) / TAIL_CHANNELS
+    stage.expect(f"some channels leave s1, and most stay: {ratio:.2f}", 0.4 <= ratio <= 0.8, channels[0])
+    moves = [move.channel for record in stage.records("decides") for move in record.note.moves]
+    slots = [name for name in moves if is_slot(name)]
+    stage.expect(f"mostly slots move: {len(slots)} of {len(moves)}", len(slots) > len(moves) / 2)
+    stage.expect("slots without load stay", set(slots) <= set(map(slot_of, channels)))
+    stage.expect(f"no slot moves twice: {len(slots)}", len(slots) == len(set(slots)))
+
+
 SCENARIOS: dict[str, Scenario] = {
     "81-slot-idle-subscribers": Scenario(idle_subscribers),
     "82-slot-loss-before-marker": Scenario(loss_before_marker, losses_allowed=True),
+    "83-long-tail": Scenario(long_tail, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, channels_per_report_max=1),
 }
