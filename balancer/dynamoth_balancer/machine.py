@@ -54,6 +54,7 @@ from dynamoth_balancer.decide.pins import Pin
 from dynamoth_balancer.decide.relieve import Relieve, RelieveSlots
 from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.decide.spread import Spread
+from dynamoth_balancer.decide.tidy import Tidy
 from dynamoth_balancer.events import (
     BalancerAction,
     BalancerEvent,
@@ -144,7 +145,7 @@ class BalancerMachine:
         self._decider = Decider(
             self._model,
             (Pin(), Replicate(), Relieve(), Drain()),
-            (RelieveSlots(), DrainSlots(), Spread()),
+            (RelieveSlots(), DrainSlots(), Spread(), Tidy()),
             self.options,
         )
         self._records = Records(incarnation, self.options, self._hearing.reports)

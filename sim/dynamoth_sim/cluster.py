@@ -78,6 +78,8 @@ class Setting:
     report_interval_s: float = 0.4
     #: How many channels a report names.
     channels_per_report_max: int = 1000
+    #: How long a channel that the plan names is silent before it returns to its slot.
+    silent_s: float = 1000.0
     #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
     forwards_max: int = 1000
     #: Servers that the balancer drains.
@@ -172,6 +174,8 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             lease_s=0.9,
             lease_renew_s=0.3,
             move_timeout_s=5.0,
+            fold_interval_s=0.5,
+            silent_s=setting.silent_s,
             virtual_nodes=VIRTUAL_NODES,
             all_subscribers_ratio_min=20.0,
             all_publishers_ratio_min=0.2,

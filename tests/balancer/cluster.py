@@ -328,6 +328,9 @@ class SimCluster:
 
     def _check_phases(self, before: Plan, after: Plan) -> None:
         """Check what must be true of every change that a server stores, in every test."""
+        if after.version > before.version:
+            for channel in before.entries.keys() - after.entries.keys():
+                assert after.entry(channel).may_follow(before.entries[channel]), f"{channel!r} is missing"
         for channel, entry in after.entries.items():
             old = before.entries.get(channel)
             if old is None or old == entry:

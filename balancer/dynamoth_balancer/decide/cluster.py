@@ -15,9 +15,10 @@ The goals, in their order:
 5. ``drain``: empties servers that an operator wants to stop. Both first move channels, and then, in the same order,
    slots.
 6. ``spread``: gives slots to servers that have too few, such as new ones.
+7. ``tidy``: moves silent channels back to their slots.
 
-The goals that move slots go on in steps without waiting between two plans: each step is small, by the load and the
-subscriptions of its slots, and a server has many slots.
+The goals that move slots or silent channels go on in steps without waiting between two plans: each step is small, and a
+server has many of them.
 
 The algorithms are those of Dynamoth, section III-B. Everything here is data and arithmetic; nothing depends on time.
 """
@@ -229,6 +230,8 @@ class Cluster:
     releasing: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     pins: Mapping[bytes, Assignment] = field(default_factory=dict[bytes, Assignment])
     strays: Sequence[Stray] = ()
+    #: Channels that have gone silent, each with where it is and where its slot is.
+    returning: Sequence[Stray] = ()
     #: The overloaded servers that moves of channels do not relieve.
     unrelieved: set[str] = field(default_factory=set[str])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])

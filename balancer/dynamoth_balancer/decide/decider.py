@@ -31,6 +31,7 @@ from dynamoth_balancer.decide.cluster import (
 from dynamoth_balancer.decide.history import History, MadeDecision
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import pinned_names
+from dynamoth_balancer.decide.tidy import Silence, Tidy
 from dynamoth_balancer.install import book
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -67,8 +68,9 @@ class Decider:
         self.unreached: Sequence[Finding] = ()
         #: Since when servers that can take part have not reported often enough; None while all have.
         self._unmeasured_since: float | None = None
-        #: Whether the latest plan or step moved slots, so that more may have to move.
-        self._moves_slots = False
+        #: Whether the latest plan or step moved slots or silent channels, so that more may have to move.
+        self._goes_on = False
+        self._silence = Silence(options.silent_s)
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
@@ -128,6 +130,7 @@ class Decider:
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
         self._watch_replicas(installer, now)
+        self._silence.look(installer.plan, self._model.is_busy, now)
         is_paused = installer.plan.administration.paused
         if is_paused or next(self._changes_under_way(installer, now), None) is not None:
             return None
@@ -146,16 +149,17 @@ class Decider:
 
     def _step(self, installer: Installer, now: float) -> MadeDecision | None:
         """Return the next step of slots, if there is one; the findings are those of the latest plan."""
-        if not self._moves_slots and not any(installer.index.slots_named_at.values()):
+        if not self._goes_on and not any(installer.index.slots_named_at.values()):
             return None
         decision, _ = self._ask_goals(self._slot_goals, installer, now)
-        self._moves_slots = bool(decision.moves)
+        self._goes_on = bool(decision.moves)
         return self.history.add(replace(decision, findings=()), now) if decision.moves else None
 
     def _wait_after(self, decision: Decision, now: float) -> None:
-        """Wait after a plan, unless it moves nothing but slots."""
-        self._moves_slots = any(is_slot(move.channel) for move in decision.moves)
-        if not all(is_slot(move.channel) for move in decision.moves):
+        """Wait after a plan, unless it moves nothing but slots and silent channels."""
+        steps = [is_slot(move.channel) or move.goal == Tidy.name for move in decision.moves]
+        self._goes_on = any(steps)
+        if not all(steps):
             self.wait(now)
 
     def decide_now(self, installer: Installer, now: float) -> tuple[MadeDecision, Cluster]:
@@ -237,6 +241,7 @@ class Decider:
         for server in loads:
             cluster.slot_subscriptions |= self._slot_subscriptions(server, installer)
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
+        cluster.returning = self._silence.returning(installer.plan, now)
         return cluster
 
     def _strays(self, installer: Installer) -> list[Stray]:

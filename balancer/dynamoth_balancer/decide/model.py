@@ -358,6 +358,14 @@ class ClusterModel:
         """Return whether the latest report of a server names a channel."""
         return channel in self._servers[server].names
 
+    def is_busy(self, server: str, channel: bytes) -> bool:
+        """Return whether a report in the average of a server shows a load of a channel, or one is on its way there."""
+        model = self._servers.get(server)
+        if model is None:
+            return False
+        known = model.window.sums.get(channel)
+        return channel in model.attributed or (known is not None and (known.outgoing_bytes or known.cpu_s) > 0)
+
     def samples(self, server: str) -> int:
         """Return how many reports are in the average of a server."""
         return len(self._servers[server].window.samples)

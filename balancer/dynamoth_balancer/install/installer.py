@@ -33,6 +33,7 @@ from dynamoth_balancer.events import InnerAction, Note, PlanChanged, Transitions
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.book import PlanBook, PlanIndex
 from dynamoth_balancer.install.copies import CopyAction, CopyFound, PlanCopy
+from dynamoth_balancer.install.folding import Folding
 from dynamoth_balancer.install.recovery import (
     VERSIONS_IN_RESERVE,
     VERSIONS_LOST_MAX,
@@ -43,6 +44,10 @@ from dynamoth_balancer.install.recovery import (
     why_not_ours,
 )
 from dynamoth_balancer.options import BalancerOptions
+
+FOLDED_RATIO_MIN = 0.05
+"""Entries are folded when they are this part of all, as every server gets the whole plan then: each of them costs some
+twenty entries that are written once more, and no more of them are ever left."""
 
 _LEAVE = "subscribers to leave"
 
@@ -94,6 +99,9 @@ class Installer:
         #: The channels in transition; written only here.
         self.transitions: dict[bytes, Transition] = {}
         self._note_transitions(book.plan.entries, now)
+        #: Of the present plan.
+        self._folding = Folding(book.plan)
+        self._fold_at = now + options.fold_interval_s
         #: The plan whose index was checked.
         self._checked: Plan | None = None
         #: Whether something has happened that may complete a phase.
@@ -309,7 +317,32 @@ class Installer:
         self._book.advance(plan, changed)
         self.index.update({channel: plan.entries[channel] for channel in changed})
         self.index.watch(plan, self.draining)
+        self._folding.update(plan, changed)
         return [PlanChanged(plan, reason, changed), *self.sync(now)]
+
+    def _fold(self, now: float) -> list[InnerAction]:
+        """Fold the entries of channels that are where their slots are, when enough of them have rested."""
+        ready, plan, options = self._folding.ready, self.plan, self._options
+        least = max(1.0, FOLDED_RATIO_MIN * len(plan.entries))
+        if now < self._fold_at or len(ready) < least or self._book.is_used_up:
+            return []
+        self._fold_at = now + options.fold_interval_s
+        rested, pins = now - options.plain_rest_s, plan.administration.pins
+        channels = [
+            channel
+            for channel in ready
+            if channel not in pins and self._settled_at.get(channel, self._began_at) <= rested and plan.folds(channel)
+        ]
+        if len(channels) < least:
+            return []
+        folded = plan.fold(channels)
+        slots = tuple(slot for slot, entry in folded.entries.items() if entry is not plan.entries.get(slot))
+        self._book.replace(folded)
+        self.index.forget(channels)
+        self.index.update({slot: folded.entries[slot] for slot in slots})
+        self._folding.update(folded, (*channels, *slots))
+        self.counters["channels_folded"] += len(channels)
+        return [PlanChanged(folded, f"{len(channels)} channels follow their slots again", slots), *self.sync(now)]
 
     def advance(self, now: float) -> list[InnerAction]:
         """Bring transitions into their next phase, all that can in one version of the plan."""
@@ -455,6 +488,7 @@ class Installer:
         newer = self._book.take_in(found.plan, version)
         self.index.update(newer)
         self.index.watch(self.plan, self.draining)
+        self._folding.update(self.plan, newer)
         self._note_transitions(newer, now)
         copy.resume()
         details["entries_taken"] = len(newer)
@@ -492,10 +526,12 @@ class Installer:
         assert index.replicated == self.index.replicated, "the index has the replicated channels"
         assert index.named_at == self.index.named_at, "the index has the channels at servers being drained"
         assert index.slots_named_at == self.index.slots_named_at, "and their slots"
+        assert Folding(self.plan).ready == self._folding.ready, "the channels that fold are known"
 
     def tick(self, now: float) -> list[InnerAction]:
         """Sync copies, ask silent agents, and advance transitions."""
         actions = self._jump()
+        actions += self._fold(now)
         actions += self.sync(now)
         actions += self._ask(now)
         self._due = True
