@@ -65,6 +65,11 @@ def _ratio(load: str) -> Callable[[Results], float]:
     return lambda results: float(results[load]["ratio"])
 
 
+def _against(system: str) -> Callable[[Results], float]:
+    """Return how to find the players of Dynamoth, against those of another system; 0 when that held none."""
+    return lambda results: float(results["ratios"][f"dynamoth/{system}"] or 0.0)
+
+
 def at_most(bound: float) -> Callable[[float], bool]:
     """Return a test for values up to ``bound``."""
     return lambda value: value <= bound
@@ -185,6 +190,31 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             ),
             Figure(
                 "all-subscribers: 3 servers hold at least 2.7x the publishers", _ratio("all-subscribers"), at_least(2.7)
+            ),
+        ),
+    ),
+    "scalability": Benchmark(
+        "bench.scalability",
+        ("--small", "--json", "{file}"),
+        (
+            Figure(
+                "RGame, small: players under 150 ms mean, against consistent hashing: at least 1.6x",
+                _against("hashing"),
+                at_least(1.6),
+            ),
+            Figure(
+                "RGame, small: the same, against a Redis Cluster: at least 1x", _against("redis-cluster"), at_least(1)
+            ),
+        ),
+    ),
+    "cluster-moves": Benchmark(
+        "bench.cluster_moves",
+        ("--small", "--json", "{file}"),
+        (
+            Figure(
+                "channels move all the time, small: lost + duplicated + reordered: 0",
+                lambda results: _sum("lost", "duplicated", "reordered")(results["dynamoth"]),
+                at_most(0),
             ),
         ),
     ),

@@ -1,8 +1,8 @@
 """The pictures of the benchmarks of RGame, drawn like figures 5 to 7 of the Dynamoth paper. Needs matplotlib.
 
-Also on its own, from the raw data that ``--parquet FILE`` wrote::
+Also on its own, from the raw data that ``--parquet FILE`` wrote, of one run or of several::
 
-    python -m bench.game_plot FILE picture.svg
+    python -m bench.game_plot FILE [FILE ...] picture.svg
 """
 
 from __future__ import annotations
@@ -73,4 +73,5 @@ def _draw_response(axes: Any, system: str, moments: Sequence[Moment]) -> None:
 
 
 if __name__ == "__main__":
-    draw(read_parquet(Path(sys.argv[1])), Path(sys.argv[2]))
+    *files, picture = map(Path, sys.argv[1:])
+    draw([moment for file in files for moment in read_parquet(file)], picture)

@@ -18,10 +18,11 @@ What limits a server
     are meant not to limit anything; how busy they were is in the results.
 
 How it is scaled down for two processor cores
-    A fourth of the paper's players: 30 to 300 for its 120 to 1,200. They join within four minutes, which is quick, so
-    the times of the balancer, and those of consistent hashing, are half of the usual ones. The size of an update, 2,000
-    bytes, is such that eight servers are just too few for all players, as in the paper. The load grows with the square
-    of the number of players.
+    A fourth of the paper's players: 30 to 300 for its 120 to 1,200. They join within four minutes, so the times of the
+    balancer, and those of consistent hashing, are half of the usual ones. The size of an update, 2,000 bytes, is such
+    that eight servers are just too few for all players, as in the paper: the load grows with the square of the number
+    of players. The world has 8 x 8 tiles of 50 m, and players run at 5 m/s, so that one crosses a tile in some ten
+    seconds. The paper gives neither.
 
 The latency of a wide area network is added to a response time when a message arrives, by the paper's rule: two samples
 for a message from client to client. Results are shown without and with it. ``bench.game`` has the distribution.
@@ -40,7 +41,7 @@ from typing import Any
 
 from bench import skipped
 from bench.game import PAPER_RESPONSE_MS_MAX, AddWhenLoaded, Schedule, mean_response_ms, players_held
-from bench.game_run import GamePlan, Moment, run_game, write_parquet
+from bench.game_run import GamePlan, Moment, read_parquet, run_game, write_parquet
 from bench.game_systems import Balanced, Hashed, Sharded, System
 from bench.replication_network import Network, NotPossible
 from bench.sharded_cluster import find_redis_7
@@ -65,6 +66,7 @@ class Setting:
     bytes_per_s_max: int
     payload_bytes: int
     tiles_per_side: int
+    tile_side_m: float
     players: tuple[int, int]
     #: How long players join.
     growth_s: int
@@ -80,7 +82,7 @@ class Setting:
 
     def plan(self, seed: int) -> GamePlan:
         """Return what is played. The names of channels, and so their hashes, depend on ``seed``."""
-        world = {"name": f"rgame{seed}", "tiles_per_side": self.tiles_per_side}
+        world = {"name": f"rgame{seed}", "tiles_per_side": self.tiles_per_side, "tile_side_m": self.tile_side_m}
         return GamePlan(world=world, payload_bytes=self.payload_bytes, schedule=self.schedule, seed=seed)
 
     def system(self, name: str, network: Network, plan: GamePlan) -> System:
@@ -103,6 +105,7 @@ FULL = Setting(
     bytes_per_s_max=1_250_000,
     payload_bytes=2000,
     tiles_per_side=8,
+    tile_side_m=50.0,
     players=(30, 300),
     growth_s=230,
     averaging_s=5,
@@ -114,6 +117,7 @@ SMALL = Setting(
     bytes_per_s_max=500_000,
     payload_bytes=2000,
     tiles_per_side=6,
+    tile_side_m=50.0,
     players=(15, 110),
     growth_s=34,
     averaging_s=4,
@@ -182,6 +186,12 @@ def measure(setting: Setting, names: Sequence[str], seed: int, say: Callable[[st
             moments = run_game(name, system, network, plan, setting.bytes_per_s_max, say, until_overloaded=True)
         runs.append(Run(name, tuple(moments)))
     return runs
+
+
+def runs_of(moments: Sequence[Moment]) -> list[Run]:
+    """Return the runs that raw data consist of."""
+    systems = dict.fromkeys(moment.system for moment in moments)
+    return [Run(system, tuple(moment for moment in moments if moment.system == system)) for system in systems]
 
 
 def ratio(runs: Sequence[Run], other: str, *, wan: bool = False) -> float | None:
@@ -253,6 +263,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the players' paths and channels' names (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--parquet", type=Path, metavar="FILE", help="write the raw data there: a row for each second")
+    parser.add_argument("--from", dest="raw", nargs="+", type=Path, metavar="FILE", help="show such raw data again")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .svg or .png; needs matplotlib")
     arguments = parser.parse_args()
     plot: Path | None = arguments.plot
@@ -260,7 +271,10 @@ def main() -> int:
     setting = SMALL if arguments.small else FULL
     try:
         with interrupted_by_signals():
-            runs = measure(setting, arguments.only, arguments.seed, _say)
+            if arguments.raw:
+                runs = runs_of([moment for file in arguments.raw for moment in read_parquet(file)])
+            else:
+                runs = measure(setting, arguments.only, arguments.seed, _say)
     except NotPossible as error:
         sys.stderr.write(f"skipped: the benchmark of scalability {error}\n")
         return skipped.STATUS

@@ -17,7 +17,18 @@ import pytest
 from bench.game import Schedule
 from bench.game_run import Moment, read_parquet, run_game, write_parquet
 from bench.replication_network import Network, NotPossible
-from bench.scalability import DYNAMOTH, HASHING, INTERRUPTED_STATUS, REDIS_CLUSTER, SMALL, Run, as_json, ratio, table
+from bench.scalability import (
+    DYNAMOTH,
+    HASHING,
+    INTERRUPTED_STATUS,
+    REDIS_CLUSTER,
+    SMALL,
+    Run,
+    as_json,
+    ratio,
+    runs_of,
+    table,
+)
 from bench.sharded_cluster import find_redis_7
 
 ANY = Moment(
@@ -96,6 +107,7 @@ def test_raw_data_are_read_as_they_were_written(tmp_path: Path) -> None:
     moments = [ANY, replace(ANY, system=HASHING, busy_ratio=None, response_ms_p99=None, load_ratios=(0.1,))]
     write_parquet(moments, tmp_path / "raw.parquet")
     assert read_parquet(tmp_path / "raw.parquet") == moments
+    assert [(run.system, len(run.moments)) for run in runs_of(moments)] == [(DYNAMOTH, 1), (HASHING, 1)]
 
 
 @pytest.fixture
