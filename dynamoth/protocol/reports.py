@@ -267,7 +267,8 @@ def unpack_report(data: bytes) -> Report:
         MalformedMessage: when it is not a report, or holds what cannot have been measured.
 
     """
-    code, head, resources, columns, rest, slots = [*_whole_array(unpack(data), 5, "a report"), _NO_SLOTS][:6]
+    whole = _whole_array(unpack(data, check_depth=False), 5, "a report")
+    code, head, resources, columns, rest, slots = [*whole, _NO_SLOTS][:6]
     if code != REPORT_CODE:
         raise MalformedMessage(f"not a report: it begins with {shortened(code)} instead of {REPORT_CODE}")
     head = _whole_array(head, 7, "the head of a report")
@@ -392,6 +393,8 @@ def _numbers(value: Any, length: int, *, whole: bool = False) -> tuple[int, ...]
 
 def _ids(value: Any, length: int) -> tuple[bytes, ...]:
     cells = _texts(_array(value, length, "a column"))
+    if not any(cells):
+        return cells
     if any(size % ID_BYTES or size > IDS_MAX * ID_BYTES for size in set(map(len, cells))):
         raise MalformedMessage(f"a column of lists of {ID_BYTES}-byte ids expected, not {shortened(cells)}")
     return cells

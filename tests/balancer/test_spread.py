@@ -45,6 +45,7 @@ class Slots:
         slots: dict[str, list[ChannelRate]] = {server: [] for server in self.sizes}
         for slot, server in self.places.items():
             slots[server].append(ChannelRate(self.load, slot))
+        subscriptions = dict.fromkeys(self.places, self.subscriptions)
         return Cluster(
             {id_: ServerLoad(id_, self.load * len(slots[id_]), size * CAPACITY) for id_, size in self.sizes.items()},
             lambda server: [],
@@ -52,7 +53,7 @@ class Slots:
             OPTIONS,
             slots=slots,
             draining={server: slots[server] for server in self.draining},
-            slot_subscriptions=dict.fromkeys(self.places, self.subscriptions),
+            slot_subscriptions=lambda _: subscriptions,
         )
 
     def step(self, *goals: Goal) -> Decision:

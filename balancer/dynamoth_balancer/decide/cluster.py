@@ -25,15 +25,19 @@ The algorithms are those of Dynamoth, section III-B. Everything here is data and
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth.plan.slots import is_slot
 from dynamoth_balancer.decide.resources import Load, Resource
 from dynamoth_balancer.options import BalancerOptions
+
+NO_SUBSCRIPTIONS: Mapping[bytes, float] = MappingProxyType({})
 
 
 class Ratios(NamedTuple):
@@ -211,8 +215,8 @@ class Cluster:
     one of its replicas there. ``releasing`` does the same for each server that is being emptied at low load. ``blind``
     has the servers whose agents do not see what is published: they count as overloaded, and no move puts a channel
     there. ``full`` has the servers that are nearly out of connections or memory, and of what: no move puts a channel
-    there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` how many
-    subscriptions each slot has. ``pins`` has the channels and slots that no move may put elsewhere,
+    there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` returns how many
+    subscriptions each slot of a server has. ``pins`` has the channels and slots that no move may put elsewhere,
     and ``strays`` the pinned channels that are elsewhere.
     """
 
@@ -226,7 +230,7 @@ class Cluster:
     blind: Set[str] = frozenset()
     slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     full: Mapping[str, str] = field(default_factory=dict[str, str])
-    slot_subscriptions: dict[bytes, float] = field(default_factory=dict[bytes, float])
+    slot_subscriptions: Callable[[str], Mapping[bytes, float]] = lambda _: NO_SUBSCRIPTIONS
     releasing: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     pins: Mapping[bytes, Assignment] = field(default_factory=dict[bytes, Assignment])
     strays: Sequence[Stray] = ()
@@ -244,6 +248,8 @@ class Cluster:
     #: The subscriptions and the load ratio that these slots take away from each server, and bring to it.
     _slot_subscriptions_moved: dict[str, float] = field(default_factory=dict[str, float])
     _slot_load_moved: dict[str, float] = field(default_factory=dict[str, float])
+    #: By whether CPU counts, a heap of (less room first, server); entries whose room has changed since are out of date.
+    _roomiest: dict[bool, list[tuple[float, str]]] = field(default_factory=dict[bool, list[tuple[float, str]]])
     _guards: list[Callable[[Cluster, Move], bool]] = field(default_factory=list[Callable[["Cluster", Move], bool]])
 
     def move(self, load: ChannelRate, source: ServerLoad, target: ServerLoad, reason: str) -> Move:
@@ -279,6 +285,9 @@ class Cluster:
         """Add (``sign`` 1) or subtract (-1) the loads of a move, and count it."""
         for name, load in move.loads.items():
             self.servers[name].add(load * sign)
+        for by_cpu, heap in self._roomiest.items():
+            for name in move.loads:
+                heapq.heappush(heap, (-self._room(self.servers[name], by_cpu=by_cpu), name))
         if not is_slot(move.channel):
             self._away.update(dict.fromkeys(move.left, sign))
             self._here.update(dict.fromkeys(move.joined, sign))
@@ -322,7 +331,7 @@ class Cluster:
 
         ``sign`` is -1 for those that move without this one.
         """
-        added = self.slot_subscriptions.get(move.channel, 0.0)
+        added = self.slot_subscriptions(move.source).get(move.channel, 0.0)
         return {
             server: (
                 self._slot_subscriptions_moved.get(server, 0.0) + sign * added,
@@ -336,6 +345,10 @@ class Cluster:
         """The servers that may get channels."""
         closed = self.leaving | self._closed
         return [server for server in self.servers.values() if server.id not in closed]
+
+    def _is_open(self, server: str) -> bool:
+        """Return whether a server may get channels."""
+        return server not in self.leaving and server not in self._closed
 
     @property
     def leaving(self) -> Set[str]:
@@ -358,8 +371,21 @@ class Cluster:
         Room is what is left below the accepted load ratio: in bytes/s, or of the CPU if ``besides`` is short of that.
         """
         by_cpu = self.servers[besides].resource is Resource.CPU
-        open_servers = [each for each in self.targets if each.id != besides and not self.has_taken(each.id)]
-        return min(open_servers, key=lambda each: (-self._room(each, by_cpu=by_cpu), each.id), default=None)
+        if by_cpu not in self._roomiest:
+            rooms = [(-self._room(each, by_cpu=by_cpu), each.id) for each in self.targets]
+            heapq.heapify(rooms)
+            self._roomiest[by_cpu] = rooms
+        heap, passed = self._roomiest[by_cpu], list[tuple[float, str]]()
+        found: ServerLoad | None = None
+        while heap and found is None:
+            entry = heapq.heappop(heap)
+            server = self.servers[entry[1]]
+            if entry[0] == -self._room(server, by_cpu=by_cpu) and self._is_open(server.id):
+                passed.append(entry)
+                found = None if server.id == besides or self.has_taken(server.id) else server
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
 
     def _room(self, server: ServerLoad, *, by_cpu: bool) -> float:
         ratio = self.options.accept_ratio - server.load_ratio
@@ -394,13 +420,15 @@ class Cluster:
         """Assert the invariants of every plan, whatever the goals did."""
         moves, options = [move for move in self.moves.values() if not is_slot(move.channel)], self.options
         assert len(moves) <= options.moves_per_plan_max, f"a plan of {len(moves)} moves"
-        for server in self.servers:
-            leaving = sum(server in move.left for move in moves)
-            coming = sum(server in move.joined for move in moves)
-            assert max(leaving, coming) <= options.moves_per_server_max, f"{server}: {leaving} leave, {coming} come"
+        leaving = Counter(server for move in moves for server in move.left)
+        coming = Counter(server for move in moves for server in move.joined)
+        for server in leaving | coming:
+            most = max(leaving[server], coming[server])
+            assert most <= options.moves_per_server_max, f"{server}: {leaving[server]} leave, {coming[server]} come"
+        closed = self._closed
         for move in self.moves.values():
-            closed = self.leaving & set(move.after.servers) | self._closed & move.joined
-            assert not closed, f"{move.channel!r} comes to {sorted(closed)}, which take no channels"
+            wrong = self.leaving & set(move.after.servers) | closed & move.joined
+            assert not wrong, f"{move.channel!r} comes to {sorted(wrong)}, which take no channels"
             assert self.pins.get(move.channel, move.after) == move.after, f"{move.channel!r} is pinned"
             assert move.before != move.after, f"{move.channel!r} is moved to where it is"
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache, cached_property
+from typing import overload
 
 from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
@@ -49,6 +51,34 @@ HELD_MAX = 10_000
 """Bound of the channels that stay as administrators have replicated them; the oldest are forgotten."""
 
 _DECIMALS = re.compile(r"\d+\.\d+")
+
+
+class SlotLoads(Sequence[ChannelRate]):
+    """The slots of a server. Their loads are worked out when a goal asks for one: few do, and for few servers."""
+
+    def __init__(self, count: int, make: Callable[[], list[ChannelRate]]) -> None:
+        self._count = count
+        self._make = make
+
+    @cached_property
+    def _loads(self) -> list[ChannelRate]:
+        return self._make()
+
+    def __len__(self) -> int:
+        """Return how many slots there are."""
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> ChannelRate: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ChannelRate]: ...
+    def __getitem__(self, index: int | slice) -> ChannelRate | list[ChannelRate]:
+        """Return some of them, in any order."""
+        return self._loads[index]
+
+    def __iter__(self) -> Iterator[ChannelRate]:
+        """Iterate over them, in any order."""
+        return iter(self._loads)
 
 
 class Decider:
@@ -235,11 +265,10 @@ class Decider:
         figures = self._figures(installer, loads, blind, now)
         dead = self._dead_replicas(installer, now)
         draining = {server: self._left_at(server, installer) for server in installer.draining}
-        slots = {server: self._slot_rates(server, installer) for server in loads}
+        slots = {server: self._slots(server, installer) for server in loads}
         full = {server: why for server in loads if (why := self._model.why_full(server))}
         cluster = Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
-        for server in loads:
-            cluster.slot_subscriptions |= self._slot_subscriptions(server, installer)
+        cluster.slot_subscriptions = cache(lambda server: self._slot_subscriptions(server, installer))
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
         cluster.returning = self._silence.returning(installer.plan, now)
         return cluster
@@ -277,6 +306,9 @@ class Decider:
         rates = {load.channel: load for load in (*self._model.channels(server), *self._slot_rates(server, installer))}
         names = (*installer.index.named_at[server], *installer.index.slots_named_at[server])
         return [rates.get(name, ChannelRate(0.0, name)) for name in names]
+
+    def _slots(self, server: str, installer: Installer) -> SlotLoads:
+        return SlotLoads(len(installer.index.slots_at[server]), lambda: self._slot_rates(server, installer))
 
     def _slot_rates(self, server: str, installer: Installer) -> list[ChannelRate]:
         """Return the slots of a server with their load: of channels with a name, of others, and a share of the rest."""

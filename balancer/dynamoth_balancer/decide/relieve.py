@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dynamoth.names import in_quotes
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
 from dynamoth_balancer.decide.resources import NO_LOAD, Resource
-from dynamoth_balancer.decide.worth import Worth, is_worth_moves, judge
+from dynamoth_balancer.decide.worth import Worth, can_be_worth_it, is_worth_moves, judge
 
 NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
 """Why nothing leaves a server whose agent has been blind from the first second on."""
@@ -60,9 +60,12 @@ class Relieve:
         reason = f"{source.id} has load ratio {source.load_ratio:.2f}{of_cpu}, above {options.load_ratio_high:.2f}"
         if source.id in cluster.blind:
             reason = f"the agent of {source.id} does not see what is published there, so {source.id} is overloaded"
+        if _is_bounded(cluster, source):
+            cluster.findings.append(Finding(source.id, source.load_ratio, why_they_stay(cluster, source, ())))
+            return []
         before = source.load_ratio
         moves = self._move_busiest(cluster, source, reason)
-        ends_here = source.id not in cluster.blind and not _is_used_up(cluster, source)
+        ends_here = source.id not in cluster.blind and not _is_bounded(cluster, source)
         gain = before - source.load_ratio
         too_little = bool(moves) and ends_here and not is_worth_moves(gain, options)
         if source.load_ratio > options.load_ratio_high or too_little:
@@ -73,7 +76,7 @@ class Relieve:
                 cluster.give_up(moves)
                 moves = []
             cluster.findings.append(Finding(source.id, source.load_ratio, why))
-            if not _is_used_up(cluster, source):
+            if not _is_bounded(cluster, source):
                 cluster.unrelieved.add(source.id)
         return moves
 
@@ -86,7 +89,7 @@ class Relieve:
             if done or cluster.is_full or cluster.has_given(source.id):
                 break
             target = cluster.roomiest(source.id)
-            if target is None:
+            if target is None or not can_be_worth_it(source, target, options):
                 break
             move = cluster.move(load, source, target, reason)
             if judge(move, options) is Worth.WORTH_IT and cluster.take(move):
@@ -129,6 +132,9 @@ class RelieveSlots:
     def _relieve(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
         options = cluster.options
         moves: list[Move] = []
+        roomiest = cluster.roomiest(source.id)
+        if roomiest is None or not can_be_worth_it(source, roomiest, options):
+            return moves
         loads = busiest_first(cluster.slots.get(source.id, ()), source)
         left = sum(source.share(load.load) for load in loads)
         for load in loads:
@@ -153,18 +159,22 @@ def _why_not_channels(cluster: Cluster, source: ServerLoad) -> str:
     return OTHER_COMMANDS if source.resource is Resource.CPU else "its load is not that of channels"
 
 
-def _is_used_up(cluster: Cluster, source: ServerLoad) -> bool:
+def _is_bounded(cluster: Cluster, source: ServerLoad) -> bool:
     """Return whether the bounds of a plan, and nothing else, end the relief of a server."""
-    others = [server.id for server in cluster.targets if server is not source]
-    return cluster.is_full or cluster.has_given(source.id) or all(map(cluster.has_taken, others))
+    if cluster.is_full or cluster.has_given(source.id):
+        return True
+    return all(cluster.has_taken(server.id) for server in cluster.targets if server is not source)
 
 
 def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
-    """Return why the ``stayed`` channels (at least one) have not left an overloaded server, and the cure."""
+    """Return why the ``stayed`` channels have not left an overloaded server, and the cure.
+
+    There is at least one, unless the bounds of the plan keep them, or there is no other server.
+    """
     others = [server.id for server in cluster.targets if server is not source]
     if not others:
         return f"there is no other server that could take channels: {cluster.more_servers}"
-    if _is_used_up(cluster, source):
+    if _is_bounded(cluster, source):
         return "this plan has as many moves as one may have; the next goes on"
     if source.resource is Resource.CPU and sum(load.cpu_ratio for load in stayed) < source.cpu_ratio / 2:
         return OTHER_COMMANDS
