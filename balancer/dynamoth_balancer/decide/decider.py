@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import overload
 
 from dynamoth.errors import RequestRefused
@@ -268,7 +268,7 @@ class Decider:
         slots = {server: self._slots(server, installer) for server in loads}
         full = {server: why for server in loads if (why := self._model.why_full(server))}
         cluster = Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
-        cluster.slot_subscriptions = cache(lambda server: self._slot_subscriptions(server, installer))
+        cluster.slot_subscriptions = cache(partial(self._slot_subscriptions, installer=installer))
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
         cluster.returning = self._silence.returning(installer.plan, now)
         return cluster
