@@ -66,7 +66,7 @@ from dynamoth_balancer.events import (
     Stopped,
     TransitionsSettled,
 )
-from dynamoth_balancer.install import contention, copies, lease, listeners, takeover
+from dynamoth_balancer.install import candidate, contention, copies, lease, leaver, listeners, takeover
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.hearing import Hearing
@@ -86,6 +86,9 @@ CONNECTED = "connected to a server"
 
 PROBLEMS_SHOWN_MAX = 100
 """Bound of the problems in a status, the worst first."""
+
+FOR_OTHERS = frozenset({candidate.TAG, leaver.TAG, copies.TAG, lease.TAG})
+"""The tags of replies that count also from servers that are not in the plan, as they come or go."""
 
 NO_MOVES: Mapping[bytes, Move] = MappingProxyType({})
 
@@ -135,7 +138,9 @@ class BalancerMachine:
         self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + self.options.lease_renew_s
-        self._contention = Contention(self._lease, ids, self._down_reasons, patience_s, standby=self.options.standby)
+        self._contention = Contention(
+            self._lease, self._servers, self._down_reasons, patience_s, standby=self.options.standby
+        )
         self._model = ClusterModel(
             ids, self.options.averaging_s, self.options.interruptions_window_s, self.options.bounds
         )
@@ -154,7 +159,7 @@ class BalancerMachine:
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
         #: Changes of the list of servers.
-        self.membership = Membership(self._leading_installer)
+        self.membership = Membership(self._leading_installer, self._lease, self._run_ids)
         self._explainer = Explainer(self._decider, self._model, self._server_status)
         self._admin = Admin(
             {
@@ -206,7 +211,7 @@ class BalancerMachine:
 
     def load_ratio(self, server: str, now: float) -> float | None:
         """Return the estimated load ratio of a server, None where it is not known."""
-        load = self._model.load(server, now)
+        load = self._model.load(server, now) if server in self._servers else None
         return None if load is None else load.load_ratio
 
     def channels_left(self, server: str, now: float) -> int | None:
@@ -312,6 +317,7 @@ class BalancerMachine:
         assert self._run_ids.keys() | self._down_reasons.keys() == self._servers.keys(), "each server is up or down"
         if self._installer is not None:
             self._installer.check()
+        self.membership.check(self._servers)
         self._model.check()
         self._decider.history.check()
         self._admin.check()
@@ -336,6 +342,8 @@ class BalancerMachine:
                 continue
             if isinstance(action, PlanChanged):
                 self._records.on_plan(action, now)
+                others += [action, *self._follow_servers(action.plan, now)]
+                continue
             elif isinstance(action, Decided):
                 self._records.on_decision(action, now)
             others.append(action)
@@ -343,7 +351,43 @@ class BalancerMachine:
             others += self._admin.tick(now)
         return [*others, *self._records.publish(self._run_ids)] if self.stage is Stage.LEADING else others
 
+    # The servers.
+
+    def _follow_servers(self, plan: Plan, now: float) -> list[BalancerAction]:
+        """Follow the list of servers of a plan."""
+        new = [server for id_, server in plan.servers.items() if id_ not in self._servers]
+        gone = [id_ for id_ in self._servers if id_ not in plan.servers]
+        if not new and not gone:
+            return []
+        tried = {server.id: self.membership.joined(server.id) for server in new}
+        for server in new:
+            self._servers[server.id] = server
+            self._down_reasons[server.id] = "not connected yet"
+            self._agents.add(server.id)
+            self._model.add_server(server.id)
+        self._lease.vote(list(plan.servers))
+        actions: list[BalancerAction] = [action for id_ in gone for action in self._part_with(id_, now)]
+        for server in new:
+            candidate = tried[server.id]
+            actions += [Connect(server.id, server.url)] if candidate is None else []
+            if candidate is not None and candidate.is_up:
+                actions += self._absorb(self._on_link_up(server.id, candidate.run_id, now), now)
+        return actions
+
+    def _part_with(self, server: str, now: float) -> list[BalancerAction]:
+        """Forget a server that the plan does not list any more."""
+        is_up = self._run_ids.pop(server, 0) != 0
+        del self._servers[server]
+        for record in (self._down_reasons, self._unsubscribed, self._refused):
+            record.pop(server, None)
+        self._listeners.link_down(server, now)
+        self._agents.remove(server)
+        self._model.remove_server(server)
+        return [*self._lease.drop(server), *self.membership.left(server, is_up=is_up)]
+
     def _on_link_up(self, server: str, run_id: str | None, now: float) -> list[InnerAction]:
+        if server not in self._servers:
+            return [*self.membership.link_up(server, run_id)]
         self._run_ids[server] = run_id
         self._down_reasons.pop(server, None)
         actions: list[InnerAction] = [
@@ -358,6 +402,10 @@ class BalancerMachine:
         return actions
 
     def _on_link_down(self, server: str, reason: str, now: float) -> list[InnerAction]:
+        if server not in self._servers:
+            self.membership.link_down(server, reason)
+            self._latest_installer().link_down(server)
+            return []
         was_up = server in self._run_ids
         self._run_ids.pop(server, None)
         self._refused.pop(server, None)
@@ -374,7 +422,11 @@ class BalancerMachine:
         return [Note("warning", "a server cannot be reached", {"server": server, "reason": reason})]
 
     def _on_reply(self, server: str, tag: Any, value: Any, now: float) -> list[InnerAction]:
+        if server not in self._servers and tag[0] not in FOR_OTHERS:
+            return []  # it has left the plan since it was asked
         match tag[0]:
+            case candidate.TAG | leaver.TAG:
+                return self.membership.on_reply(server, tag, value, now)
             case lease.TAG:
                 return [*self._lease.on_reply(server, tag[1], value, now), *self._follow_lease(now)]
             case takeover.TAG:
@@ -398,10 +450,10 @@ class BalancerMachine:
 
     def _on_copy_reply(self, installer: Installer, server: str, tag: Any, value: Any, now: float) -> list[InnerAction]:
         """Handle the reply to a command of a copy. Where the plan is gone, the lease has probably gone with it."""
-        copy = installer.copy(server)
-        was_whole = copy.is_written_whole
+        copy = installer.copy(server) if server in self._servers else None
+        was_whole = copy is not None and copy.is_written_whole
         actions = list(installer.on_reply(server, tag, value, now))
-        if copy.is_written_whole and not was_whole:
+        if copy is not None and copy.is_written_whole and not was_whole:
             actions += self._lease.look_again(server, now)
         return actions
 
@@ -464,12 +516,13 @@ class BalancerMachine:
     def _end_term(self, now: float, reason: str = "", level: str = "error") -> list[InnerAction]:
         self.stage = Stage.CONTENDING
         self._takeover = None
+        given_up = self.membership.end_term()
         self._records.end_term()
         self._decider.history.end_term()
         self._contention.begin(now)
         details = {**self._contention.details(), "reason": reason or self._why_not_leading()}
         text = "ends its term" if reason else "lost the lease: no decisions and no changes until it is back"
-        return [Note(level, text, details)]
+        return [*given_up, Note(level, text, details)]
 
     def _contend(self, now: float) -> list[InnerAction]:
         try:
@@ -567,6 +620,7 @@ class BalancerMachine:
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
                 actions += installer.tick(now)
+                actions += self.membership.tick(now)
                 actions += self._decide(installer, now)
                 for made in self._decider.history.measure(self.load_ratio, now):
                     self._records.on_outcome(made)
@@ -617,7 +671,10 @@ class BalancerMachine:
     def _on_pushes(self, server: str, messages: Sequence[Sequence[Any]], now: float) -> list[InnerAction]:
         actions: list[InnerAction] = []
         for message in messages:
-            if message[0] == b"message" and message[1] == BALANCER_CHANNEL:
+            if server not in self._servers:
+                if message[0] == b"message" and message[1] == OPERATOR_CHANNEL:  # it is leaving
+                    actions += self._on_operator_message(server, message[2], now)
+            elif message[0] == b"message" and message[1] == BALANCER_CHANNEL:
                 actions += self._hearing.on_message(server, message[2], self._at_work, now)
             elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
                 actions += self._on_operator_message(server, message[2], now)

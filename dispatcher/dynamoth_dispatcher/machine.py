@@ -263,17 +263,17 @@ class DispatcherMachine:
             return self._catch_up(now) if known else []
         actions: list[DispatcherAction] = []
         if known is None or plan.version >= known.version:
-            self._adopt(plan, now)
+            actions += self._adopt(plan, now)
             if known is None or known.compatibility != plan.compatibility:
                 actions += self._announce_rules(plan)
             if known is not None:
                 actions += self._notices.ask_for_listeners(plan, known)
         return [*actions, *self.acknowledge(), *self._catch_up(now)]
 
-    def _adopt(self, plan: Plan, now: float) -> None:
+    def _adopt(self, plan: Plan, now: float) -> list[DispatcherAction]:
         """Act on a whole plan."""
         self._followed.plan = plan
-        self.forwarder.servers = plan.servers
+        actions = self.forwarder.follow(plan.servers)
         self._forget_at_rest()
         self._forwarding.clear()
         self.transitions.clear()
@@ -281,6 +281,7 @@ class DispatcherMachine:
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
                 self.transitions.update(channel, entry, now)
+        return actions
 
     def _announce_rules(self, plan: Plan) -> list[DispatcherAction]:
         """Make the publishers here read the compatibility rules, unless there never were any."""
@@ -338,6 +339,8 @@ class DispatcherMachine:
             return self._followed.read()
         actions: list[DispatcherAction] = []
         self.transitions.plan = self.plan
+        if delta.servers is not None and self.plan is not None:
+            actions += self.forwarder.follow(self.plan.servers)
         if any(map(is_slot, delta.entries)):  # any channel may inherit from it
             self._forget_at_rest()
             self._forwarding.clear()

@@ -50,6 +50,8 @@ class Administration:
     pins: Mapping[bytes, Assignment] = field(default_factory=_no_pins)
     #: The latest ids of removed servers, oldest first. No new server gets one of them: somebody may still know the old.
     removed: tuple[str, ...] = ()
+    #: The servers that a provisioner has started. Only these may be freed by the balancer itself.
+    provisioned: frozenset[str] = frozenset()
     #: What a server can send, for servers that were added with a number. For others the agent's configuration says it.
     outgoing_bytes_per_s_max: Mapping[str, int] = field(default_factory=_nothing)
     #: What newer software has stored, and this one does not know. It is kept.
@@ -72,8 +74,8 @@ class Administration:
     def why_unfit(self, servers: Iterable[str]) -> str | None:
         """Return why a plan with these servers cannot have this administration; None when it can."""
         listed = set(servers)
-        if strange := sorted((self.draining | self.pinned_servers) - listed):
-            return f"servers that the plan does not list are drained, or have pinned channels: {', '.join(strange)}"
+        if strange := sorted((self.draining | self.pinned_servers | self.provisioned) - listed):
+            return f"the administration names servers that the plan does not list: {', '.join(strange)}"
         if listed and listed <= self.draining:
             return "all servers are being drained"
         if back := sorted(listed.intersection(self.removed)):
@@ -93,6 +95,7 @@ class Administration:
         return replace(
             self,
             draining=self.draining - {server},
+            provisioned=self.provisioned - {server},
             removed=(*self.removed, server)[-REMOVED_MAX:],
             outgoing_bytes_per_s_max=MappingProxyType(
                 {id_: limit for id_, limit in self.outgoing_bytes_per_s_max.items() if id_ != server}

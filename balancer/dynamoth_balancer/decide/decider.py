@@ -412,6 +412,7 @@ class Decider:
 
     def _watch_replicas(self, installer: Installer, now: float) -> None:
         """Record dead servers, and the channels that should leave them when they are back."""
+        self._away_since = {id_: at for id_, at in self._away_since.items() if id_ in installer.plan.servers}
         for server in installer.plan.servers:
             if installer.copy(server).is_up:
                 self._away_since.pop(server, None)

@@ -149,6 +149,17 @@ class ClusterModel:
         #: The servers whose agents are blind, and why. Only ever changed in place.
         self.blind: dict[str, str] = {}
 
+    def add_server(self, server: str) -> None:
+        """Begin with a new server."""
+        self._servers[server] = _ServerModel()
+
+    def remove_server(self, server: str) -> None:
+        """Forget a server that has left the plan."""
+        for channel in list(self._servers[server].attributed):
+            self._drop(channel)
+        del self._servers[server]
+        self.blind.pop(server, None)
+
     def report(self, report: Report, now: float) -> bool:
         """Add a report; return whether it is plausible."""
         if not _is_plausible(report):
