@@ -21,12 +21,24 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, assert_never
 
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
-from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
+from dynamoth.machine.events import (
+    Connect,
+    Disconnect,
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Pushed,
+    Replied,
+    Send,
+    Start,
+    Tick,
+    earliest,
+)
 from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth.plan.plan import Assignment, Plan, Server
 from dynamoth.plan.slots import is_slot
@@ -87,7 +99,7 @@ CONNECTED = "connected to a server"
 PROBLEMS_SHOWN_MAX = 100
 """Bound of the problems in a status, the worst first."""
 
-FOR_OTHERS = frozenset({candidate.TAG, leaver.TAG, copies.TAG, lease.TAG})
+FOR_OTHERS = frozenset({candidate.TAG, leaver.TAG, copies.TAG, lease.TAG, contention.TAG})
 """The tags of replies that count also from servers that are not in the plan, as they come or go."""
 
 NO_MOVES: Mapping[bytes, Move] = MappingProxyType({})
@@ -105,11 +117,20 @@ class Stage(enum.Enum):
     STOPPED = "stopped"
 
 
+@dataclass(slots=True)
+class Lookout:
+    """The link to a configured server that the plan does not list."""
+
+    is_up: bool = False
+    run_id: str | None = None
+
+
 class BalancerMachine:
     """The balancer of a cluster.
 
     Args:
-        servers: all servers of the cluster, at least one, each id once.
+        servers: those of the configuration, at least one, each id once: where to find the plan, which lists all, and
+            all servers of a new cluster.
         incarnation: up to 63 bits, random, new with each start of the process.
         options: every threshold, interval and bound.
 
@@ -129,7 +150,14 @@ class BalancerMachine:
             raise ConfigError(f"draining must name some of the servers ({', '.join(ids)}) and leave one, not: {names}")
         self.counters: Counter[str] = Counter()
         self.stage = Stage.CONTENDING
-        self._servers = {server.id: server for server in servers}
+        #: Those of the configuration: where to look first, and the servers of a new cluster.
+        self._configured = {server.id: server for server in servers}
+        #: Those of the plan, as far as known. Their majority grants the lease.
+        self._servers = dict(self._configured)
+        #: The version of the plan that lists them; -1 for the configuration.
+        self._list_version = -1
+        #: Configured servers that the plan does not list, while this balancer does not lead: one may know a newer plan.
+        self._lookouts: dict[str, Lookout] = {}
         self._run_ids: dict[str, str | None] = {}
         self._down_reasons: dict[str, str] = dict.fromkeys(ids, "not connected yet")
         #: Servers that refused the subscription; a dict, as it keeps its order.
@@ -180,6 +208,8 @@ class BalancerMachine:
         self._takeover: Takeover | None = None
         #: That of the present or latest term; None before the first.
         self._installer: Installer | None = None
+        #: The term that the servers have granted for it.
+        self._granted_term = 0
         self._tick_at: float | None = None
         self._shutdown_at: float | None = None
 
@@ -318,6 +348,7 @@ class BalancerMachine:
         if self._installer is not None:
             self._installer.check()
         self.membership.check(self._servers)
+        assert self._lookouts.keys() <= self._configured.keys() - self._servers.keys(), "lookouts are not in the plan"
         self._model.check()
         self._decider.history.check()
         self._admin.check()
@@ -342,7 +373,8 @@ class BalancerMachine:
                 continue
             if isinstance(action, PlanChanged):
                 self._records.on_plan(action, now)
-                others += [action, *self._follow_servers(action.plan, now)]
+                self._list_version = action.plan.version
+                others += [action, *self._follow_servers(action.plan.servers, now)]
                 continue
             elif isinstance(action, Decided):
                 self._records.on_decision(action, now)
@@ -353,19 +385,42 @@ class BalancerMachine:
 
     # The servers.
 
-    def _follow_servers(self, plan: Plan, now: float) -> list[BalancerAction]:
-        """Follow the list of servers of a plan."""
-        new = [server for id_, server in plan.servers.items() if id_ not in self._servers]
-        gone = [id_ for id_ in self._servers if id_ not in plan.servers]
+    def _adopt(self, plan: Plan, now: float) -> list[InnerAction]:
+        """Contend at the servers of a stored plan: whoever leads needs the lease of more than half of these."""
+        self._list_version = plan.version
+        details = {"version": plan.version, "servers": list(plan.servers)}
+        note = Note("info", "the stored plan has other servers: going by these", details)
+        return [note, *self._follow_servers(plan.servers, now)]
+
+    def _follow_listing(self, now: float) -> list[InnerAction]:
+        """Go by the servers of the stored plans while waiting for the lease, if these are newer than what is known."""
+        if self.stage is not Stage.CONTENDING:
+            return []
+        plan = self._contention.listing(self._reachable(), self.options.virtual_nodes, now)
+        if plan is None or plan.version <= self._list_version:
+            return []
+        if plan.servers.keys() != self._servers.keys():
+            return self._adopt(plan, now)
+        self._list_version = plan.version
+        return []
+
+    def _reachable(self) -> list[str]:
+        """Return the connected servers, and configured ones that the plan may not list."""
+        return [*self._run_ids, *(id_ for id_, lookout in self._lookouts.items() if lookout.is_up)]
+
+    def _follow_servers(self, servers: Mapping[str, Server], now: float) -> list[BalancerAction]:
+        """Follow the list of servers of a plan. Where the configuration names one, it says where that is."""
+        new = [self._configured.get(id_, server) for id_, server in servers.items() if id_ not in self._servers]
+        gone = [id_ for id_ in self._servers if id_ not in servers]
         if not new and not gone:
             return []
-        tried = {server.id: self.membership.joined(server.id) for server in new}
+        tried = {each.id: self.membership.joined(each.id) or self._lookouts.pop(each.id, None) for each in new}
         for server in new:
             self._servers[server.id] = server
             self._down_reasons[server.id] = "not connected yet"
             self._agents.add(server.id)
             self._model.add_server(server.id)
-        self._lease.vote(list(plan.servers))
+        self._lease.vote(list(servers))
         actions: list[BalancerAction] = [action for id_ in gone for action in self._part_with(id_, now)]
         for server in new:
             candidate = tried[server.id]
@@ -376,16 +431,36 @@ class BalancerMachine:
 
     def _part_with(self, server: str, now: float) -> list[BalancerAction]:
         """Forget a server that the plan does not list any more."""
-        is_up = self._run_ids.pop(server, 0) != 0
+        is_up = server in self._run_ids
+        run_id = self._run_ids.pop(server, None)
         del self._servers[server]
         for record in (self._down_reasons, self._unsubscribed, self._refused):
             record.pop(server, None)
         self._listeners.link_down(server, now)
         self._agents.remove(server)
         self._model.remove_server(server)
-        return [*self._lease.drop(server), *self.membership.left(server, is_up=is_up)]
+        back = self._lease.drop(server)
+        if self.stage is not Stage.LEADING and server in self._configured:
+            self._lookouts[server] = Lookout(is_up, run_id)
+            return [*back]
+        self._contention.link_down(server)
+        return [*back, *self.membership.left(server, is_up=is_up)]
+
+    def _look_out(self) -> list[InnerAction]:
+        """Connect to the configured servers that the plan does not list, while this balancer does not lead."""
+        others = [each for id_, each in self._configured.items() if id_ not in self._servers | self._lookouts]
+        self._lookouts |= {server.id: Lookout() for server in others}
+        return [Connect(server.id, server.url) for server in others]
+
+    def _end_lookouts(self) -> list[InnerAction]:
+        actions: list[InnerAction] = [Disconnect(id_) for id_ in self._lookouts]
+        self._lookouts = {}
+        return actions
 
     def _on_link_up(self, server: str, run_id: str | None, now: float) -> list[InnerAction]:
+        if (lookout := self._lookouts.get(server)) is not None:
+            lookout.is_up, lookout.run_id = True, run_id
+            return [self._contention.read(server)]
         if server not in self._servers:
             return [*self.membership.link_up(server, run_id)]
         self._run_ids[server] = run_id
@@ -394,6 +469,8 @@ class BalancerMachine:
             Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)),
             Note("info", CONNECTED, {"server": server}),
         ]
+        if self.stage is Stage.CONTENDING:
+            actions.append(self._contention.read(server))
         actions += self._lease.link_up(server, now)
         if self._takeover is not None:
             actions += self._takeover.link_up(server, run_id)
@@ -402,6 +479,10 @@ class BalancerMachine:
         return actions
 
     def _on_link_down(self, server: str, reason: str, now: float) -> list[InnerAction]:
+        if (lookout := self._lookouts.get(server)) is not None:
+            lookout.is_up = False
+            self._contention.link_down(server)
+            return []
         if server not in self._servers:
             self.membership.link_down(server, reason)
             self._latest_installer().link_down(server)
@@ -410,6 +491,7 @@ class BalancerMachine:
         self._run_ids.pop(server, None)
         self._refused.pop(server, None)
         self._lease.link_down(server)
+        self._contention.link_down(server)
         self._listeners.link_down(server, now)
         if self._takeover is not None:
             self._takeover.link_down(server)
@@ -434,8 +516,10 @@ class BalancerMachine:
                     return []
                 return [*self._takeover.on_reply(server, tag, value), *self._recover(now)]
             case contention.TAG:
-                self._contention.on_header(server, value, self._run_ids.get(server))
-                return []
+                lookout = self._lookouts.get(server)
+                run_id = self._run_ids.get(server) if lookout is None else lookout.run_id
+                self._contention.on_header(server, value, run_id)
+                return self._follow_listing(now)
             case copies.TAG:
                 if self._at_work is None:
                     return []
@@ -505,6 +589,7 @@ class BalancerMachine:
             self.options.recovery_s,
             self.options.virtual_nodes,
             self.plan,
+            self._granted_term,
             self.options.compatibility,
         )
         details = {"incarnation": self.incarnation}
@@ -522,7 +607,7 @@ class BalancerMachine:
         self._contention.begin(now)
         details = {**self._contention.details(), "reason": reason or self._why_not_leading()}
         text = "ends its term" if reason else "lost the lease: no decisions and no changes until it is back"
-        return [*given_up, Note(level, text, details)]
+        return [*given_up, *self._look_out(), Note(level, text, details)]
 
     def _contend(self, now: float) -> list[InnerAction]:
         try:
@@ -539,6 +624,12 @@ class BalancerMachine:
         """Continue reading stored plans, and lead when that is done."""
         if self._takeover is None:
             return []
+        listing = self._takeover.listing(now)
+        is_newer = listing is not None and listing.version >= self._list_version
+        if listing is not None and is_newer and listing.servers.keys() != self._servers.keys():
+            self.stage, self._takeover = Stage.CONTENDING, None
+            self._contention.begin(now)
+            return [*self._adopt(listing, now), *self._lease.tick(now)]
         sends = self._takeover.read(now)
         if sends is not None:
             return list(sends)
@@ -549,6 +640,7 @@ class BalancerMachine:
             return [*self._lease.release(now), *self._stop(error)]
         self._takeover = None
         self.stage = Stage.LEADING
+        self._granted_term = book.term
         self._agents.forget_acknowledgements()
         servers = list(self._servers.values())
         installer = Installer(book, servers, self._agents, self.options, self._term, now)
@@ -562,6 +654,7 @@ class BalancerMachine:
             "not_read": missing,
         }
         actions: list[InnerAction] = [Note("warning" if missing else "info", "leading", details)]
+        actions += self._end_lookouts()
         actions += self._note_conflicts(conflicts)
         reason = "recovered from the servers" if book.plan.version else "a new cluster"
         actions.append(PlanChanged(book.plan, reason, tuple(installer.transitions)))
@@ -613,7 +706,8 @@ class BalancerMachine:
             actions += self._lease.tick(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
-                actions += self._contention.read_headers(self._run_ids, now)
+                actions += self._follow_listing(now)
+                actions += self._contention.read_headers(self._reachable(), now)
             actions += self._resubscribe()
             actions += self._listeners.tick(self._run_ids, now)
             actions += self._agents.note_changes(self._run_ids, now)
@@ -653,6 +747,7 @@ class BalancerMachine:
             model=self._model,
             unreached=self._decider.unreached if leads and not self.paused else (),
             decision_refused=self._decision_refused if leads else "",
+            not_listed=[id_ for id_ in self._configured if id_ not in self._servers] if leads else (),
         )
         return [*self.health.report(find(view, now), now)]
 

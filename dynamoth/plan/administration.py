@@ -74,13 +74,28 @@ class Administration:
     def why_unfit(self, servers: Iterable[str]) -> str | None:
         """Return why a plan with these servers cannot have this administration; None when it can."""
         listed = set(servers)
-        if strange := sorted((self.draining | self.pinned_servers | self.provisioned) - listed):
-            return f"the administration names servers that the plan does not list: {', '.join(strange)}"
+        if strange := sorted((self.draining | self.pinned_servers) - listed):
+            return f"servers that the plan does not list are drained, or have pinned channels: {', '.join(strange)}"
+        if strange := sorted(self.provisioned - listed):
+            return f"servers that the plan does not list are provisioned: {', '.join(strange)}"
         if listed and listed <= self.draining:
             return "all servers are being drained"
         if back := sorted(listed.intersection(self.removed)):
             return f"removed servers are listed: {', '.join(back)}"
         return None
+
+    def fitting(self, servers: Iterable[str], version: int) -> Administration:
+        """Return it for a plan with these servers, with this version if something had to be left out."""
+        listed = frozenset(servers)
+        draining = self.draining & listed
+        fit = replace(
+            self,
+            draining=draining if listed - draining else frozenset(),
+            provisioned=self.provisioned & listed,
+            pins=MappingProxyType({name: pin for name, pin in self.pins.items() if listed.issuperset(pin.servers)}),
+            removed=tuple(id_ for id_ in self.removed if id_ not in listed),
+        )
+        return self if fit == self else replace(fit, version=version)
 
     def with_pin(self, channel: bytes, assignment: Assignment) -> Administration:
         """Return it with a channel pinned, or pinned elsewhere. Raises PlanError."""

@@ -324,6 +324,10 @@ class Plan:
         new_version = self.version if version is None else version
         return self._replaced(version=new_version, servers=by_id, administration=administration)
 
+    def has_left(self, server: str) -> bool:
+        """Return whether a server was in the plan once and is not any more; ``REMOVED_MAX`` are remembered."""
+        return server not in self.servers and (server in self.administration.removed or server in self.base)
+
     @cached_property
     def servers_in_use(self) -> frozenset[str]:
         """The servers that may have channels: those of rules, of entries, and of slots that never moved."""

@@ -168,6 +168,8 @@ class PlanBook:
     def take_in(self, stranger: Plan, version: int) -> dict[bytes, Entry]:
         """Merge a copy that another balancer left; return its entries that are newer than ours.
 
+        Not its servers and administration: what most servers store of these was read at the takeover.
+
         If there are any, or if its version is not below ours, the plan continues with ``version``, which must be above
         both.
 
@@ -182,12 +184,9 @@ class PlanBook:
             if entry.newer_than(mine.get(channel)) and not is_folded(channel, entry, mine)
         }
         newer_rules = stranger.compatibility.version > self.plan.compatibility.version
-        newer_administration = stranger.administration.version > self.plan.administration.version
-        if newer or newer_rules or newer_administration or stranger.version >= self.plan.version:
+        if newer or newer_rules or stranger.version >= self.plan.version:
             plan = self.plan.with_entries(newer, version)
             plan = plan.following(stranger.compatibility) if newer_rules else plan
-            if newer_administration:
-                plan = plan.listing(plan.servers.values(), stranger.administration)
             self.advance(plan, newer)
         self._known.add(stranger.version)
         return newer

@@ -523,7 +523,7 @@ class Installer:
         if not found.believed and not same_ring(found.plan, self.plan):
             note = Note("warning", "a server had loaded an old plan of another cluster; it is overwritten", details)
             return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
-        reason = why_not_ours(self._servers, self.plan, found.plan)
+        reason = why_not_ours(self.plan, found.plan)
         if reason is not None and is_of_another_cluster(found, self.plan):
             text = (
                 f"the plan stored at {found.server} is of another cluster: {reason}; delete it there"

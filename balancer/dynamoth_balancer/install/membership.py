@@ -118,7 +118,7 @@ class Membership:
                 f"server {server.id} is in the plan with the URL {plan.servers[server.id].url}: give the new server"
                 " another id"
             )
-        if server.id in plan.administration.removed or server.id in plan.base:
+        if plan.has_left(server.id):
             raise RequestRefused(
                 f"the id {server.id} was used before, and somebody may still know that server: take another id"
             )
@@ -135,7 +135,7 @@ class Membership:
         """
         installer = self._installer()
         plan = installer.plan
-        if server in plan.administration.removed:
+        if plan.has_left(server):
             return self._unchanged(installer, REMOVE, server, "it was removed already", now), []
         self._check_known(server, installer)
         others = [each for each in plan.servers.values() if each.id != server]
