@@ -124,6 +124,8 @@ class View:
     decision_refused: str
     #: The servers that the configuration names and the plan does not list.
     not_listed: Collection[str]
+    #: What the provisioner cannot do, by server, or ``provisioner``.
+    fleet_problems: Mapping[str, str]
 
 
 def find(view: View, now: float) -> Iterator[Found]:
@@ -151,6 +153,8 @@ def find(view: View, now: float) -> Iterator[Found]:
         yield Found(Severity.WARNING, "goal_unreached", finding.server, f"{subject}: {finding.reason}")
     if view.decision_refused:
         yield Found(Severity.WARNING, "decision_refused", "balancer", view.decision_refused)
+    for subject, problem in view.fleet_problems.items():
+        yield Found(Severity.WARNING, "provisioner_failed", subject, problem)
 
 
 def _not_listed(server: str, leading: Installer | None) -> Found:

@@ -99,6 +99,8 @@ class Finding:
     channel: bytes | None = None
     #: The name of the goal that found it.
     goal: str = ""
+    #: Whether another server would help.
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,8 @@ class Decider:
         self.history = History(options.averaging_s)
         #: The findings when the goals were last asked.
         self.unreached: Sequence[Finding] = ()
+        #: When that was.
+        self.asked_at = -math.inf
         #: Since when servers that can take part have not reported often enough; None while all have.
         self._unmeasured_since: float | None = None
         #: Whether the latest plan or step moved slots or silent channels, so that more may have to move.
@@ -169,7 +171,7 @@ class Decider:
         decision, _ = self._ask_goals(self._goals, installer, now)
         if self._awaits_reports(installer, now) and not decision.moves:
             return None  # it is not known yet which goals can be reached
-        self.unreached = decision.findings
+        self.unreached, self.asked_at = decision.findings, now
         if decision.moves:
             self._wait_after(decision, now)
         elif not decision.findings or not self._is_news(decision, now):
@@ -179,7 +181,8 @@ class Decider:
 
     def _step(self, installer: Installer, now: float) -> MadeDecision | None:
         """Return the next step of slots, if there is one; the findings are those of the latest plan."""
-        if not self._goes_on and not any(installer.index.slots_named_at.values()):
+        slots_named_at = installer.index.slots_named_at
+        if not self._goes_on and not any(slots_named_at[server] for server in installer.leaving):
             return None
         decision, _ = self._ask_goals(self._slot_goals, installer, now)
         self._goes_on = bool(decision.moves)
@@ -269,6 +272,8 @@ class Decider:
         full = {server: why for server in loads if (why := self._model.why_full(server))}
         cluster = Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
         cluster.slot_subscriptions = cache(partial(self._slot_subscriptions, installer=installer))
+        released = sorted(installer.leaving - installer.draining)
+        cluster.releasing = {server: self._left_at(server, installer) for server in released}
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
         cluster.returning = self._silence.returning(installer.plan, now)
         return cluster

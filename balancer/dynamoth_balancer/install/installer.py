@@ -89,6 +89,10 @@ class Installer:
         self._book = book
         #: Of the present plan, with the channels at servers being drained.
         self.index = PlanIndex(book.plan, book.plan.administration.draining)
+        #: The servers that the fleet gives up: they get no channels. Written by :meth:`close` only.
+        self.closed: frozenset[str] = frozenset()
+        #: The servers whose channels and slots are recorded by name, besides those being drained.
+        self._watched: frozenset[str] = frozenset()
         self._servers = servers
         self._agents = agents
         self._options = options
@@ -134,6 +138,19 @@ class Installer:
     def draining(self) -> frozenset[str]:
         """The servers that are to give up all channels and slots."""
         return self.plan.administration.draining
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """The servers that give up all channels and slots, whoever wants that."""
+        return self.draining | self.closed & self.plan.servers.keys()
+
+    def close(self, closed: frozenset[str], watched: frozenset[str]) -> None:
+        """Let some servers get no more channels, and record the channels of these and of ``watched`` by name."""
+        self.closed, self._watched = closed, closed | watched
+        self._watch()
+
+    def _watch(self) -> None:
+        self.index.watch(self.plan, (self.draining | self._watched) & self.plan.servers.keys())
 
     def copy(self, server: str) -> PlanCopy:
         """Return the state of the copy at a server of the plan."""
@@ -336,6 +353,8 @@ class Installer:
                 f"server {server} is being drained and takes no channels: name another one, or type"
                 f" 'dynamoth server undrain {server}'"
             )
+        if server in self.closed:
+            return f"server {server} takes no channels, as the load is low and it is being released: name another one"
         if (wait_s := self.joins_in(server, now)) > 0:
             return f"server {server} is new, and clients with patterns connect to it first: try again in {wait_s:.1f} s"
         if server in self._agents.blind:
@@ -365,7 +384,7 @@ class Installer:
         changed = tuple(channels)
         self._book.advance(plan, changed)
         self.index.update({channel: plan.entries[channel] for channel in changed})
-        self.index.watch(plan, self.draining)
+        self._watch()
         self._folding.update(plan, changed)
         return [PlanChanged(plan, reason, changed), *self.sync(now)]
 
@@ -546,7 +565,7 @@ class Installer:
         before = self.plan.version
         newer = self._book.take_in(found.plan, version)
         self.index.update(newer)
-        self.index.watch(self.plan, self.draining)
+        self._watch()
         self._folding.update(self.plan, newer)
         self._note_transitions(newer, now)
         copy.resume()
