@@ -76,7 +76,8 @@ class Relieve:
                 why = f"what could leave would relieve it by only {gain:.3f}, not worth the moves; {why}"
                 cluster.give_up(moves)
                 moves = []
-            short = any(_fits_elsewhere(cluster, source, load) for load in stayed)
+            stuck = (*stayed, *cluster.slots.get(source.id, ()))
+            short = any(_fits_elsewhere(cluster, source, load) for load in stuck)
             cluster.findings.append(Finding(source.id, source.load_ratio, why, short=short))
             if not _is_bounded(cluster, source):
                 cluster.unrelieved.add(source.id)
