@@ -260,6 +260,7 @@ def test_a_server_that_is_only_configured_is_reported_until_it_is_added() -> Non
     cluster.kill(first)
     balancer = cluster.start()
     cluster.run_until(lambda: _leads(balancer))
+    cluster.ask("pause")
     cluster.run(1)
     assert set(balancer.plan.servers) == {"s1", "s2"}
     [problem] = [each for each in balancer.machine.health.problems if each.kind == "server_not_listed"]
