@@ -60,7 +60,8 @@ from dynamoth_balancer.admin.status import (
 from dynamoth_balancer.decide.cluster import Move
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain, DrainSlots
-from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
+from dynamoth_balancer.decide.failover import fail_over
+from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, FAILOVER, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import Pin
 from dynamoth_balancer.decide.release import Release, ReleaseSlots
@@ -89,6 +90,7 @@ from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.recovery import Conflict
+from dynamoth_balancer.install.silence import ServerSilence
 from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.provision.options import FleetOptions
@@ -185,6 +187,7 @@ class BalancerMachine:
         )
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
+        self._silence = ServerSilence(ids, self.options.server_dead_s)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(
             self._model,
@@ -335,8 +338,10 @@ class BalancerMachine:
         actions = self._follow_lease(now)
         match event:
             case Pushed(link, messages):
+                self._silence.hear(link)
                 actions += self._on_pushes(link, messages, now)
             case Replied(link, tag, value):
+                self._silence.hear(link)
                 actions += self._on_reply(link, tag, value, now)
             case Tick():
                 actions += self._on_tick(now)
@@ -446,6 +451,7 @@ class BalancerMachine:
             self._servers[server.id] = server
             self._down_reasons[server.id] = "not connected yet"
             self._agents.add(server.id)
+            self._silence.add(server.id)
             self._model.add_server(server.id)
         self._lease.vote(list(servers))
         actions: list[BalancerAction] = [action for id_ in gone for action in self._part_with(id_, now)]
@@ -465,6 +471,7 @@ class BalancerMachine:
             record.pop(server, None)
         self._listeners.link_down(server, now)
         self._agents.remove(server)
+        self._silence.remove(server)
         self._model.remove_server(server)
         back = self._lease.drop(server)
         if self.stage is not Stage.LEADING and server in self._configured:
@@ -490,6 +497,7 @@ class BalancerMachine:
             return [self._contention.read(server)]
         if server not in self._servers:
             return [*self.membership.link_up(server, run_id)]
+        self._silence.hear(server)
         self._run_ids[server] = run_id
         self._down_reasons.pop(server, None)
         actions: list[InnerAction] = [
@@ -732,6 +740,7 @@ class BalancerMachine:
         actions: list[InnerAction] = []
         if self._tick_at is None or now >= self._tick_at:
             self._tick_at = now + TICK_INTERVAL_S
+            self._silence.tick(now)
             actions += self._lease.tick(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
@@ -742,6 +751,7 @@ class BalancerMachine:
             actions += self._agents.note_changes(self._run_ids, now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
+                actions += self._fail_over(installer, now)
                 actions += installer.tick(now)
                 actions += self.membership.tick(now)
                 actions += self._decide(installer, now)
@@ -838,6 +848,28 @@ class BalancerMachine:
         made = self._decider.look(installer, now)
         return [] if made is None else self._carry_out(made, now)
 
+    def _fail_over(self, installer: Installer, now: float) -> list[InnerAction]:
+        """Give what dead servers have to others: whether the balancer is paused, and whatever else is under way."""
+        before, dead = installer.dead, self._silence.dead
+        # With half of the servers dead, the lease may last a little longer, but nothing could be stored at a majority.
+        installer.note_dead(dead if 2 * len(dead) < len(self._servers) else frozenset())
+        actions: list[InnerAction] = [
+            Note("error", "a server is dead: others take over what it has", {"server": server})
+            for server in sorted(installer.dead - before)
+        ]
+        if not installer.dead or installer.rules_rest(now) > 0:
+            return actions
+        room = self.options.transitions_max - len(installer.transitions)
+        assignments = fail_over(installer, self._model, room, now)
+        if not assignments:
+            return actions
+        self.counters["failovers"] += len(assignments)
+        reason = f"{', '.join(sorted(installer.dead))} cannot be reached"
+        try:
+            return [*actions, *self._change(assignments, reason, now, rescue=True)]
+        except RequestRefused as error:
+            return [*actions, Note("error", "nothing can be taken over", {"reason": str(error)})]
+
     def _carry_out(self, made: MadeDecision, now: float) -> list[InnerAction]:
         """Begin the moves of a decision."""
         self.counters["decisions"] += 1
@@ -861,18 +893,25 @@ class BalancerMachine:
         reason: str,
         now: float,
         moves: Mapping[bytes, Move] = NO_MOVES,
+        *,
+        rescue: bool = False,
     ) -> list[InnerAction]:
-        """Begin to change assignments, by ``moves`` or as an administrator wants. Raises RequestRefused."""
+        """Begin to change assignments: by ``moves``, to ``rescue`` channels of dead servers, or for an administrator.
+
+        Raises RequestRefused.
+        """
         installer = self._at_work
         assert installer is not None, "only a balancer that leads changes the plan"
         plan = installer.plan
         changes = {channel: (plan.entry(channel).route.assignment, after) for channel, after in assignments.items()}
-        actions = installer.begin(assignments, reason, now)
+        begin = installer.fail_over if rescue else installer.begin
+        actions = begin(assignments, reason, now)
         self._model.on_moves(changes, now, self._decider.members(filter(is_slot, changes), installer))
         self._decider.on_moves(changes, now)
         for channel, (before, after) in changes.items():
             move = moves.get(channel)
-            why = (BY_ADMINISTRATOR, reason) if move is None else (move.goal, move.reason)
+            goal = FAILOVER if rescue else BY_ADMINISTRATOR
+            why = (goal, reason) if move is None else (move.goal, move.reason)
             self._decider.history.add_move(channel, PastMove(now, before, after, *why))
         self.counters["moves_begun"] += len(changes)
         self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())

@@ -158,6 +158,13 @@ class PlanningSettings:
     transitions_max: int = setting(
         5000, "most channels in transition at once, including those that administrators moved", minimum=1
     )
+    server_dead_s: float = setting(
+        3.0,
+        "a server that is silent for this time counts as dead, and others get its channels and slots; more than"
+        " commands there may take",
+        unit="s",
+        above=0,
+    )
     agent_stale_s: float = setting(5.0, "an agent that is silent for this time counts as down", unit="s", above=0)
     lease_s: float = setting(
         2.5, "another balancer can take over when one has not renewed its lease for this time", unit="s", above=0
@@ -213,9 +220,6 @@ class PlanningSettings:
     )
     replication_rest_s: float = setting(
         30.0, "least time between two changes of the replication of a channel", unit="s", minimum=0
-    )
-    replica_dead_s: float = setting(
-        10.0, "a server neither reached nor heard for this time is no longer wanted as a replica", unit="s", minimum=0
     )
 
 

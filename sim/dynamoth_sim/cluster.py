@@ -57,6 +57,9 @@ PLAIN_REST_S = 7.0
 """How long channels that have moved do not become plain: longer than clients and agents say that a route has changed,
 and subscribers hold messages."""
 
+SERVER_DEAD_S = 1.0
+"""How long a server is silent before others get its channels: longer than servers are down that come back."""
+
 RESTART_S = 0.2
 """How soon a process that has ended by itself is started again, as a supervisor would."""
 
@@ -171,6 +174,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             reports_min=2,
             decision_interval_s=0.25,
             channel_rest_s=0.5,
+            server_dead_s=SERVER_DEAD_S,
             agent_stale_s=1.5,
             ack_timeout_s=0.2,
             recovery_s=0.5,
@@ -189,7 +193,6 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             replicate_load_ratio_min=0.3,
             replicas_max=setting.replicas_max,
             replication_rest_s=0.5,
-            replica_dead_s=1.0,
             draining=setting.draining,
             join_s=JOIN_S,
             compatibility=setting.compatibility,
@@ -478,15 +481,6 @@ class Cluster:
         plans = [plan for id_ in servers if (plan := self.stored_plan(id_)) is not None]
         return max(plans, key=lambda plan: plan.version, default=None)
 
-    def is_stuck(self, channel: bytes) -> bool:
-        """Tell whether a channel waits for a server that is gone: somebody may listen, or publish, only there."""
-        plan = self.newest_plan() if self.gone else None
-        if plan is None:
-            return False
-        return any(
-            server in self.gone for route in plan.entry(channel).live_routes for server in route.assignment.servers
-        )
-
     def left_at(self, server: str) -> int | None:
         """Return what the balancer says is left at a server that is being drained; None where it does not know."""
         balancer = self.balancer.machine
@@ -496,7 +490,7 @@ class Cluster:
         return None if channels is None or slots is None else channels + slots
 
     def unsettled(self) -> list[str]:
-        """Return, in words, what has not come to rest; nothing when all has. What is stuck never will."""
+        """Return, in words, what has not come to rest; nothing when all has."""
         plans = {id_: self.stored_plan(id_) for id_ in self.present}
         problems = [f"{id_} is down" for id_ in self.present if not self.servers[id_].up]
         problems += [f"{id_} stores no plan" for id_, plan in plans.items() if plan is None]
@@ -508,14 +502,16 @@ class Cluster:
             for id_, plan in plans.items()
             if plan is not None
             for channel, entry in plan.entries.items()
-            if entry.phase is not Phase.SETTLED and not self.is_stuck(channel)
+            if entry.phase is not Phase.SETTLED
         ]
+        newest = self.newest_plan() if self.gone else None
+        if newest is not None and (left := newest.servers_in_use & self.gone.keys()):
+            problems.append(f"channels are left at {', '.join(sorted(left))}, which do not come back")
         administrator = self.administrator.machine
         assert isinstance(administrator, Administrator)
-        for ask, times in administrator.unanswered.values():
-            channel = ask.arguments.get("channel")
-            if channel is None or not self.is_stuck(channel):
-                problems.append(f"{ask}, asked for {times} times, is not answered")
+        problems += [
+            f"{ask}, asked for {times} times, is not answered" for ask, times in administrator.unanswered.values()
+        ]
         return problems
 
     def settled(self) -> bool:
