@@ -272,7 +272,7 @@ class BalancerMachine:
 
     def slots_left(self, server: str) -> int | None:
         """Return how many slots a server that gives them up still has; None for others, and without a plan."""
-        if self._installer is None or server not in self._installer.leaving:
+        if self._installer is None or server not in self._installer.leaving | self._installer.dead:
             return None
         return len(self._installer.index.slots_named_at[server])
 
