@@ -18,7 +18,7 @@ from dynamoth_sim.mutations.mutation import Check, nothing, replaced, returning
 
 def every_move_is_worth_it() -> AbstractContextManager[None]:
     """An overloaded server gives its busiest channel to the least loaded one, whatever comes of it, as published."""
-    return replaced(relieve, judge=returning(Worth.WORTH_IT))
+    return replaced(relieve, judge=returning(Worth.WORTH_IT), can_be_worth_it=returning(True))
 
 
 def only_ratios_replicate() -> AbstractContextManager[None]:
