@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dynamoth_sim.mutations import (
-    balance,
     compatibility,
     delivery,
     elastic,
@@ -24,7 +23,6 @@ CHECKS: tuple[Check, ...] = (
     *observation.CHECKS,
     *recording.CHECKS,
     *operator.CHECKS,
-    *balance.CHECKS,
     *standalone.CHECKS,
     *delivery.CHECKS,
     *compatibility.CHECKS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dynamoth_sim.scenarios import (
-    balance,
     compatibility,
     delivery,
     elastic,
@@ -37,7 +36,6 @@ SCENARIOS: dict[str, Scenario] = dict(
             **elastic.SCENARIOS,
             **failover.SCENARIOS,
             **operator.SCENARIOS,
-            **balance.SCENARIOS,
             **slots.SCENARIOS,
         }.items()
     )
