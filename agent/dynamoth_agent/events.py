@@ -32,6 +32,13 @@ class PlanFollowed:
 
 
 @dataclass(frozen=True, slots=True)
+class NotListed:
+    """The plan does not list the server. ``reason`` says what to do."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AlreadyRunning:
     """Another agent is at work at this server: end this process. ``reason`` says what to do."""
 
@@ -69,6 +76,7 @@ AgentEvent = LinkEvent
 
 AgentNews = (
     LinkChanged
+    | NotListed
     | ObservationRefused
     | PlanFollowed
     | AlreadyRunning

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, RepliedAll, Send, Start, Tick, earliest
 from dynamoth.names import BALANCER_CHANNEL
 from dynamoth.protocol.reports import CANNOT_OBSERVE, REPORT_PROBLEM_CHARACTERS_MAX
-from dynamoth_agent.events import AgentAction, AgentEvent, LinkChanged, ObservationRefused, PlanFollowed
+from dynamoth_agent.events import AgentAction, AgentEvent, LinkChanged, NotListed, ObservationRefused, PlanFollowed
 from dynamoth_agent.guard import TAG as GUARD_TAG
 from dynamoth_agent.guard import AgentGuard
 from dynamoth_agent.stand_in import REPORTS, StandIn
@@ -59,6 +59,10 @@ class AgentMachine:
         self.is_up = False
         #: The latest report of each link: None for up, else why it is down.
         self._reported: dict[str, str | None] = {}
+        #: Whether a plan that was followed has listed the server.
+        self._was_listed = False
+        #: Why the server takes no part in the cluster, as it was reported last.
+        self._not_listed: str | None = None
         #: The refusal that was reported last.
         self._refusal: str | None = None
 
@@ -79,6 +83,16 @@ class AgentMachine:
         )
 
     @property
+    def not_listed(self) -> str | None:
+        """Why the server takes no part in the cluster, and what to do; None when the plan lists it, or without one."""
+        plan, server = self.dispatcher.plan, self.server
+        if plan is None or server in plan.servers:
+            return None
+        if self._was_listed or plan.has_left(server):
+            return f"server {server} was removed from the plan: stop this agent, and take the server out of its file"
+        return f"the plan does not list server {server}: type 'dynamoth server add {server} URL', or stop this agent"
+
+    @property
     def plan_version(self) -> int | None:
         """The version of the plan that is acted upon; None while none is known."""
         plan = self.dispatcher.plan
@@ -97,10 +111,14 @@ class AgentMachine:
             self._refusal, problem = self.dispatcher.observation.refusal, self.problem
             actions += [] if problem is None or self._refusal is None else [ObservationRefused(problem)]
         self.load_analyzer.problems = self._problems()
-        version = self.plan_version
-        if version is not None and version != self.load_analyzer.plan_version:
-            self.load_analyzer.plan_version = version
-            actions.append(PlanFollowed(version))
+        plan = self.dispatcher.plan
+        if (reason := self.not_listed) != self._not_listed:
+            self._not_listed = reason
+            actions += [] if reason is None else [NotListed(reason)]
+        self._was_listed |= plan is not None and reason is None
+        if plan is not None and plan.version != self.load_analyzer.plan_version:
+            self.load_analyzer.plan_version, self.load_analyzer.planned = plan.version, plan.entries
+            actions.append(PlanFollowed(plan.version))
         return actions
 
     def _problems(self) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.errors import DynamothError
-from dynamoth.machine.events import Connect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.machine.events import Connect, Disconnect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.plan.plan import Plan
 from dynamoth_balancer.decide.cluster import Decision
 
@@ -60,7 +60,7 @@ class Stopped:
 BalancerNews = Note | PlanChanged | Decided | Stopped
 """The reports of a balancer to its process. A driver may ignore all but ``Stopped``."""
 
-BalancerAction = Connect | Send | BalancerNews
+BalancerAction = Connect | Disconnect | Send | BalancerNews
 
 
 @dataclass(slots=True)

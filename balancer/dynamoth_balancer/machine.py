@@ -21,12 +21,24 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, assert_never
 
 from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
-from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick, earliest
+from dynamoth.machine.events import (
+    Connect,
+    Disconnect,
+    ErrorReply,
+    LinkDown,
+    LinkUp,
+    Pushed,
+    Replied,
+    Send,
+    Start,
+    Tick,
+    earliest,
+)
 from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
 from dynamoth.plan.plan import Assignment, Plan, Server
 from dynamoth.plan.slots import is_slot
@@ -51,9 +63,10 @@ from dynamoth_balancer.decide.drain import Drain, DrainSlots
 from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import Pin
-from dynamoth_balancer.decide.relieve import Relieve
+from dynamoth_balancer.decide.relieve import Relieve, RelieveSlots
 from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.decide.spread import Spread
+from dynamoth_balancer.decide.tidy import Tidy
 from dynamoth_balancer.events import (
     BalancerAction,
     BalancerEvent,
@@ -65,7 +78,7 @@ from dynamoth_balancer.events import (
     Stopped,
     TransitionsSettled,
 )
-from dynamoth_balancer.install import contention, copies, lease, listeners, takeover
+from dynamoth_balancer.install import candidate, contention, copies, lease, leaver, listeners, takeover
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.hearing import Hearing
@@ -86,6 +99,9 @@ CONNECTED = "connected to a server"
 PROBLEMS_SHOWN_MAX = 100
 """Bound of the problems in a status, the worst first."""
 
+FOR_OTHERS = frozenset({candidate.TAG, leaver.TAG, copies.TAG, lease.TAG, contention.TAG})
+"""The tags of replies that count also from servers that are not in the plan, as they come or go."""
+
 NO_MOVES: Mapping[bytes, Move] = MappingProxyType({})
 
 SHUTDOWN_S_MAX = 1.0
@@ -101,11 +117,20 @@ class Stage(enum.Enum):
     STOPPED = "stopped"
 
 
+@dataclass(slots=True)
+class Lookout:
+    """The link to a configured server that the plan does not list."""
+
+    is_up: bool = False
+    run_id: str | None = None
+
+
 class BalancerMachine:
     """The balancer of a cluster.
 
     Args:
-        servers: all servers of the cluster, at least one, each id once.
+        servers: those of the configuration, at least one, each id once: where to find the plan, which lists all, and
+            all servers of a new cluster.
         incarnation: up to 63 bits, random, new with each start of the process.
         options: every threshold, interval and bound.
 
@@ -125,7 +150,14 @@ class BalancerMachine:
             raise ConfigError(f"draining must name some of the servers ({', '.join(ids)}) and leave one, not: {names}")
         self.counters: Counter[str] = Counter()
         self.stage = Stage.CONTENDING
-        self._servers = {server.id: server for server in servers}
+        #: Those of the configuration: where to look first, and the servers of a new cluster.
+        self._configured = {server.id: server for server in servers}
+        #: Those of the plan, as far as known. Their majority grants the lease.
+        self._servers = dict(self._configured)
+        #: The version of the plan that lists them; -1 for the configuration.
+        self._list_version = -1
+        #: Configured servers that the plan does not list, while this balancer does not lead: one may know a newer plan.
+        self._lookouts: dict[str, Lookout] = {}
         self._run_ids: dict[str, str | None] = {}
         self._down_reasons: dict[str, str] = dict.fromkeys(ids, "not connected yet")
         #: Servers that refused the subscription; a dict, as it keeps its order.
@@ -134,7 +166,9 @@ class BalancerMachine:
         self._refused: dict[str, str] = {}
         self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + self.options.lease_renew_s
-        self._contention = Contention(self._lease, ids, self._down_reasons, patience_s, standby=self.options.standby)
+        self._contention = Contention(
+            self._lease, self._servers, self._down_reasons, patience_s, standby=self.options.standby
+        )
         self._model = ClusterModel(
             ids, self.options.averaging_s, self.options.interruptions_window_s, self.options.bounds
         )
@@ -142,7 +176,10 @@ class BalancerMachine:
         self._listeners = Listeners(self._agents)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(
-            self._model, (Pin(), Replicate(), Relieve(), Drain()), (DrainSlots(), Spread()), self.options
+            self._model,
+            (Pin(), Replicate(), Relieve(), Drain()),
+            (RelieveSlots(), DrainSlots(), Spread(), Tidy()),
+            self.options,
         )
         self._records = Records(incarnation, self.options, self._hearing.reports)
         #: The problems of the cluster, for people.
@@ -150,7 +187,7 @@ class BalancerMachine:
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
         #: Changes of the list of servers.
-        self.membership = Membership(self._leading_installer)
+        self.membership = Membership(self._leading_installer, self._lease, self._run_ids)
         self._explainer = Explainer(self._decider, self._model, self._server_status)
         self._admin = Admin(
             {
@@ -171,6 +208,8 @@ class BalancerMachine:
         self._takeover: Takeover | None = None
         #: That of the present or latest term; None before the first.
         self._installer: Installer | None = None
+        #: The term that the servers have granted for it.
+        self._granted_term = 0
         self._tick_at: float | None = None
         self._shutdown_at: float | None = None
 
@@ -202,7 +241,7 @@ class BalancerMachine:
 
     def load_ratio(self, server: str, now: float) -> float | None:
         """Return the estimated load ratio of a server, None where it is not known."""
-        load = self._model.load(server, now)
+        load = self._model.load(server, now) if server in self._servers else None
         return None if load is None else load.load_ratio
 
     def channels_left(self, server: str, now: float) -> int | None:
@@ -308,6 +347,8 @@ class BalancerMachine:
         assert self._run_ids.keys() | self._down_reasons.keys() == self._servers.keys(), "each server is up or down"
         if self._installer is not None:
             self._installer.check()
+        self.membership.check(self._servers)
+        assert self._lookouts.keys() <= self._configured.keys() - self._servers.keys(), "lookouts are not in the plan"
         self._model.check()
         self._decider.history.check()
         self._admin.check()
@@ -332,6 +373,9 @@ class BalancerMachine:
                 continue
             if isinstance(action, PlanChanged):
                 self._records.on_plan(action, now)
+                self._list_version = action.plan.version
+                others += [action, *self._follow_servers(action.plan.servers, now)]
+                continue
             elif isinstance(action, Decided):
                 self._records.on_decision(action, now)
             others.append(action)
@@ -339,13 +383,94 @@ class BalancerMachine:
             others += self._admin.tick(now)
         return [*others, *self._records.publish(self._run_ids)] if self.stage is Stage.LEADING else others
 
+    # The servers.
+
+    def _adopt(self, plan: Plan, now: float) -> list[InnerAction]:
+        """Contend at the servers of a stored plan: whoever leads needs the lease of more than half of these."""
+        self._list_version = plan.version
+        details = {"version": plan.version, "servers": list(plan.servers)}
+        note = Note("info", "the stored plan has other servers: going by these", details)
+        return [note, *self._follow_servers(plan.servers, now)]
+
+    def _follow_listing(self, now: float) -> list[InnerAction]:
+        """Go by the servers of the stored plans while waiting for the lease, if these are newer than what is known."""
+        if self.stage is not Stage.CONTENDING:
+            return []
+        plan = self._contention.listing(self._reachable(), self.options.virtual_nodes, now)
+        if plan is None or plan.version <= self._list_version:
+            return []
+        if plan.servers.keys() != self._servers.keys():
+            return self._adopt(plan, now)
+        self._list_version = plan.version
+        return []
+
+    def _reachable(self) -> list[str]:
+        """Return the connected servers, and configured ones that the plan may not list."""
+        return [*self._run_ids, *(id_ for id_, lookout in self._lookouts.items() if lookout.is_up)]
+
+    def _follow_servers(self, servers: Mapping[str, Server], now: float) -> list[BalancerAction]:
+        """Follow the list of servers of a plan. Where the configuration names one, it says where that is."""
+        new = [self._configured.get(id_, server) for id_, server in servers.items() if id_ not in self._servers]
+        gone = [id_ for id_ in self._servers if id_ not in servers]
+        if not new and not gone:
+            return []
+        tried = {each.id: self.membership.joined(each.id) or self._lookouts.pop(each.id, None) for each in new}
+        for server in new:
+            self._servers[server.id] = server
+            self._down_reasons[server.id] = "not connected yet"
+            self._agents.add(server.id)
+            self._model.add_server(server.id)
+        self._lease.vote(list(servers))
+        actions: list[BalancerAction] = [action for id_ in gone for action in self._part_with(id_, now)]
+        for server in new:
+            candidate = tried[server.id]
+            actions += [Connect(server.id, server.url)] if candidate is None else []
+            if candidate is not None and candidate.is_up:
+                actions += self._absorb(self._on_link_up(server.id, candidate.run_id, now), now)
+        return actions
+
+    def _part_with(self, server: str, now: float) -> list[BalancerAction]:
+        """Forget a server that the plan does not list any more."""
+        is_up = server in self._run_ids
+        run_id = self._run_ids.pop(server, None)
+        del self._servers[server]
+        for record in (self._down_reasons, self._unsubscribed, self._refused):
+            record.pop(server, None)
+        self._listeners.link_down(server, now)
+        self._agents.remove(server)
+        self._model.remove_server(server)
+        back = self._lease.drop(server)
+        if self.stage is not Stage.LEADING and server in self._configured:
+            self._lookouts[server] = Lookout(is_up, run_id)
+            return [*back]
+        self._contention.link_down(server)
+        return [*back, *self.membership.left(server, is_up=is_up)]
+
+    def _look_out(self) -> list[InnerAction]:
+        """Connect to the configured servers that the plan does not list, while this balancer does not lead."""
+        others = [each for id_, each in self._configured.items() if id_ not in self._servers | self._lookouts]
+        self._lookouts |= {server.id: Lookout() for server in others}
+        return [Connect(server.id, server.url) for server in others]
+
+    def _end_lookouts(self) -> list[InnerAction]:
+        actions: list[InnerAction] = [Disconnect(id_) for id_ in self._lookouts]
+        self._lookouts = {}
+        return actions
+
     def _on_link_up(self, server: str, run_id: str | None, now: float) -> list[InnerAction]:
+        if (lookout := self._lookouts.get(server)) is not None:
+            lookout.is_up, lookout.run_id = True, run_id
+            return [self._contention.read(server)]
+        if server not in self._servers:
+            return [*self.membership.link_up(server, run_id)]
         self._run_ids[server] = run_id
         self._down_reasons.pop(server, None)
         actions: list[InnerAction] = [
             Send(server, (b"SUBSCRIBE", BALANCER_CHANNEL, OPERATOR_CHANNEL), ("subscribe",)),
             Note("info", CONNECTED, {"server": server}),
         ]
+        if self.stage is Stage.CONTENDING:
+            actions.append(self._contention.read(server))
         actions += self._lease.link_up(server, now)
         if self._takeover is not None:
             actions += self._takeover.link_up(server, run_id)
@@ -354,10 +479,19 @@ class BalancerMachine:
         return actions
 
     def _on_link_down(self, server: str, reason: str, now: float) -> list[InnerAction]:
+        if (lookout := self._lookouts.get(server)) is not None:
+            lookout.is_up = False
+            self._contention.link_down(server)
+            return []
+        if server not in self._servers:
+            self.membership.link_down(server, reason)
+            self._latest_installer().link_down(server)
+            return []
         was_up = server in self._run_ids
         self._run_ids.pop(server, None)
         self._refused.pop(server, None)
         self._lease.link_down(server)
+        self._contention.link_down(server)
         self._listeners.link_down(server, now)
         if self._takeover is not None:
             self._takeover.link_down(server)
@@ -370,7 +504,11 @@ class BalancerMachine:
         return [Note("warning", "a server cannot be reached", {"server": server, "reason": reason})]
 
     def _on_reply(self, server: str, tag: Any, value: Any, now: float) -> list[InnerAction]:
+        if server not in self._servers and tag[0] not in FOR_OTHERS:
+            return []  # it has left the plan since it was asked
         match tag[0]:
+            case candidate.TAG | leaver.TAG:
+                return self.membership.on_reply(server, tag, value, now)
             case lease.TAG:
                 return [*self._lease.on_reply(server, tag[1], value, now), *self._follow_lease(now)]
             case takeover.TAG:
@@ -378,8 +516,10 @@ class BalancerMachine:
                     return []
                 return [*self._takeover.on_reply(server, tag, value), *self._recover(now)]
             case contention.TAG:
-                self._contention.on_header(server, value, self._run_ids.get(server))
-                return []
+                lookout = self._lookouts.get(server)
+                run_id = self._run_ids.get(server) if lookout is None else lookout.run_id
+                self._contention.on_header(server, value, run_id)
+                return self._follow_listing(now)
             case copies.TAG:
                 if self._at_work is None:
                     return []
@@ -394,10 +534,10 @@ class BalancerMachine:
 
     def _on_copy_reply(self, installer: Installer, server: str, tag: Any, value: Any, now: float) -> list[InnerAction]:
         """Handle the reply to a command of a copy. Where the plan is gone, the lease has probably gone with it."""
-        copy = installer.copy(server)
-        was_whole = copy.is_written_whole
+        copy = installer.copy(server) if server in self._servers else None
+        was_whole = copy is not None and copy.is_written_whole
         actions = list(installer.on_reply(server, tag, value, now))
-        if copy.is_written_whole and not was_whole:
+        if copy is not None and copy.is_written_whole and not was_whole:
             actions += self._lease.look_again(server, now)
         return actions
 
@@ -449,6 +589,7 @@ class BalancerMachine:
             self.options.recovery_s,
             self.options.virtual_nodes,
             self.plan,
+            self._granted_term,
             self.options.compatibility,
         )
         details = {"incarnation": self.incarnation}
@@ -460,12 +601,13 @@ class BalancerMachine:
     def _end_term(self, now: float, reason: str = "", level: str = "error") -> list[InnerAction]:
         self.stage = Stage.CONTENDING
         self._takeover = None
+        given_up = self.membership.end_term()
         self._records.end_term()
         self._decider.history.end_term()
         self._contention.begin(now)
         details = {**self._contention.details(), "reason": reason or self._why_not_leading()}
         text = "ends its term" if reason else "lost the lease: no decisions and no changes until it is back"
-        return [Note(level, text, details)]
+        return [*given_up, *self._look_out(), Note(level, text, details)]
 
     def _contend(self, now: float) -> list[InnerAction]:
         try:
@@ -482,6 +624,12 @@ class BalancerMachine:
         """Continue reading stored plans, and lead when that is done."""
         if self._takeover is None:
             return []
+        listing = self._takeover.listing(now)
+        is_newer = listing is not None and listing.version >= self._list_version
+        if listing is not None and is_newer and listing.servers.keys() != self._servers.keys():
+            self.stage, self._takeover = Stage.CONTENDING, None
+            self._contention.begin(now)
+            return [*self._adopt(listing, now), *self._lease.tick(now)]
         sends = self._takeover.read(now)
         if sends is not None:
             return list(sends)
@@ -492,6 +640,7 @@ class BalancerMachine:
             return [*self._lease.release(now), *self._stop(error)]
         self._takeover = None
         self.stage = Stage.LEADING
+        self._granted_term = book.term
         self._agents.forget_acknowledgements()
         servers = list(self._servers.values())
         installer = Installer(book, servers, self._agents, self.options, self._term, now)
@@ -505,6 +654,7 @@ class BalancerMachine:
             "not_read": missing,
         }
         actions: list[InnerAction] = [Note("warning" if missing else "info", "leading", details)]
+        actions += self._end_lookouts()
         actions += self._note_conflicts(conflicts)
         reason = "recovered from the servers" if book.plan.version else "a new cluster"
         actions.append(PlanChanged(book.plan, reason, tuple(installer.transitions)))
@@ -556,13 +706,15 @@ class BalancerMachine:
             actions += self._lease.tick(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
-                actions += self._contention.read_headers(self._run_ids, now)
+                actions += self._follow_listing(now)
+                actions += self._contention.read_headers(self._reachable(), now)
             actions += self._resubscribe()
             actions += self._listeners.tick(self._run_ids, now)
             actions += self._agents.note_changes(self._run_ids, now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
                 actions += installer.tick(now)
+                actions += self.membership.tick(now)
                 actions += self._decide(installer, now)
                 for made in self._decider.history.measure(self.load_ratio, now):
                     self._records.on_outcome(made)
@@ -595,6 +747,7 @@ class BalancerMachine:
             model=self._model,
             unreached=self._decider.unreached if leads and not self.paused else (),
             decision_refused=self._decision_refused if leads else "",
+            not_listed=[id_ for id_ in self._configured if id_ not in self._servers] if leads else (),
         )
         return [*self.health.report(find(view, now), now)]
 
@@ -613,7 +766,10 @@ class BalancerMachine:
     def _on_pushes(self, server: str, messages: Sequence[Sequence[Any]], now: float) -> list[InnerAction]:
         actions: list[InnerAction] = []
         for message in messages:
-            if message[0] == b"message" and message[1] == BALANCER_CHANNEL:
+            if server not in self._servers:
+                if message[0] == b"message" and message[1] == OPERATOR_CHANNEL:  # it is leaving
+                    actions += self._on_operator_message(server, message[2], now)
+            elif message[0] == b"message" and message[1] == BALANCER_CHANNEL:
                 actions += self._hearing.on_message(server, message[2], self._at_work, now)
             elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
                 actions += self._on_operator_message(server, message[2], now)

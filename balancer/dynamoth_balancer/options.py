@@ -39,11 +39,20 @@ class BalancerOptions(PlanningSettings):
         0.20, "a target may pass load_ratio_accept if it stays this far below the source's ratio before", above=0
     )
     improvement_ratio_min: float = setting(
-        0.05, "a move leaves its target this far below the source's load ratio before", minimum=0
+        0.05,
+        "a move leaves its target this far below the source's load ratio before, and all moves away from a server lower"
+        " its load ratio by this much",
+        minimum=0,
     )
     channel_ratio_min: float = setting(0.001, "a channel with a smaller share of its server is not moved", minimum=0)
     slot_subscriptions_max: int = setting(
         5000, "about as many subscriptions move with the slots of one step, away from a server or to it", minimum=1
+    )
+    silent_s: float = setting(
+        600.0,
+        "a channel without load in reports for this time returns to its slot, so that the plan need not name it",
+        unit="s",
+        above=0,
     )
     slot_load_ratio_max: float = setting(
         0.1, "a step moves slots with at most this much load ratio away from a server, or to it; at least one", above=0
@@ -78,6 +87,12 @@ class BalancerOptions(PlanningSettings):
         5.0, "no channel begins to move for this time after the compatibility rules have changed", unit="s", minimum=0
     )
     """Publishers of plain messages read the rules this often."""
+    fold_interval_s: float = setting(
+        30.0,
+        "least time between two plans from which channels that are where their slots are are dropped",
+        unit="s",
+        above=0,
+    )
     recovery_s: float = setting(
         3.0, "a takeover waits this long for servers; others are recovered when they come back", unit="s", above=0
     )

@@ -61,7 +61,7 @@ COMMANDS = {
     "resume": Command("dynamoth_cli.commands.resume", "let the balancer make plans again"),
     "pin": Command("dynamoth_cli.commands.pin", "move a channel to a server, and keep it there"),
     "unpin": Command("dynamoth_cli.commands.unpin", "let the balancer move a channel again"),
-    "server": Command("dynamoth_cli.commands.server", "list the servers; drain one, so that it can be stopped"),
+    "server": Command("dynamoth_cli.commands.server", "list the servers; add one, drain one, remove one"),
     "acl": Command(
         "dynamoth_cli.commands.acl", "print Redis users with the rights of agents, balancer, clients and operators"
     ),

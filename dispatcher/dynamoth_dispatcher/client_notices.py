@@ -108,15 +108,16 @@ class ClientNotices:
     def ask_for_listeners(self, plan: Plan, known: Plan) -> list[DispatcherAction]:
         """Ask who listens here, unless ``plan`` continues the ``known`` one.
 
-        Balancers never remove an entry, nor change the ring. But all servers may have lost their copies while no
+        Balancers never change the ring, and remove an entry only where that of the slot stands for it, with a later
+        epoch. But all servers may have lost their copies while no
         balancer was at work: then the next one begins a new plan, and nothing else would notify listeners here of it.
         A settled entry does not show which route it followed: after a takeover, it may be of a new plan.
         """
         jumped = plan.version - known.version >= TAKEOVER_VERSIONS
 
         def is_continued(channel: bytes, before: Entry) -> bool:
-            after = plan.entries.get(channel)
-            if after is None or not after.may_follow(before):
+            after = plan.entry(channel)
+            if not after.may_follow(before):
                 return False
             return not jumped or after.route == before.route or after.phase is not Phase.SETTLED
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dynamoth.machine.events import Connect, LinkEvent, Send, SendAll
+from dynamoth.machine.events import Connect, Disconnect, LinkEvent, Send, SendAll
 
 DispatcherEvent = LinkEvent
 
-DispatcherAction = Connect | Send | SendAll
+DispatcherAction = Connect | Disconnect | Send | SendAll
 
 LOCAL = "local"
 """The link to the dispatcher's own server."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
-from dynamoth.machine.events import Connect, ErrorReply, Send, earliest
+from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Send, earliest
 from dynamoth.machine.outbox import Outbox
 from dynamoth.names import CLIENTS_CHANNEL, INBOX_PREFIX, is_user_channel, logical_channel, relay_channel
 from dynamoth.plan.plan import Location, Server
@@ -213,6 +213,20 @@ class Forwarder:
         return [action for outbox in self._outboxes.values() for action in outbox.flush()]
 
     # Links.
+
+    def follow(self, servers: Mapping[str, Server]) -> list[DispatcherAction]:
+        """Follow the list of servers of the plan: links to others are closed, with the copies that wait for them.
+
+        Nobody needs these: a server has lost all listeners before it leaves the plan.
+        """
+        self.servers = servers
+        gone = [server for server in self._outboxes if server not in servers]
+        for server in gone:
+            del self._outboxes[server], self._bytes[server]
+            self.refusals.pop(server, None)
+            for target in self._lost.pop(server, {}):
+                self._lost_bytes -= _location_bytes(target)
+        return [Disconnect(forward_link(server)) for server in gone]
 
     def connect(self, server: str) -> list[DispatcherAction]:
         """Open the link to a server of the plan, unless it was opened before."""

@@ -87,7 +87,7 @@ from dynamoth_dispatcher.forwarding_table import Forwarding, ForwardingTable, is
 from dynamoth_dispatcher.observation import Observation
 from dynamoth_dispatcher.options import DispatcherOptions
 from dynamoth_dispatcher.tables import Backlog, RawNumbers
-from dynamoth_dispatcher.transitions import TAG_LIST, TAG_NUMSUB, Transition, Transitions
+from dynamoth_dispatcher.transitions import TAG_LIST, TAG_MEMBERS, TAG_NUMSUB, Transition, Transitions
 
 _physical_of = itemgetter(2)
 _ONLY_PMESSAGES = {4}
@@ -244,6 +244,8 @@ class DispatcherMachine:
             case (tag, slots) if tag == TAG_LIST:
                 listened, vacated = self.transitions.on_list(slots, event.value, now)
                 return [*self._notify_listeners(listened), *self._report_vacated(vacated)]
+            case (tag, asked) if tag == TAG_MEMBERS:
+                return self._notify_listeners(self.transitions.on_members(asked, event.value))
             case (tag, slots) if tag == TAG_SLOT_LISTENERS:
                 assert self.plan is not None, "it is never given up"
                 return self._notices.report_loss(slots, event.value, self.plan)
@@ -261,17 +263,17 @@ class DispatcherMachine:
             return self._catch_up(now) if known else []
         actions: list[DispatcherAction] = []
         if known is None or plan.version >= known.version:
-            self._adopt(plan, now)
+            actions += self._adopt(plan, now)
             if known is None or known.compatibility != plan.compatibility:
                 actions += self._announce_rules(plan)
             if known is not None:
                 actions += self._notices.ask_for_listeners(plan, known)
         return [*actions, *self.acknowledge(), *self._catch_up(now)]
 
-    def _adopt(self, plan: Plan, now: float) -> None:
+    def _adopt(self, plan: Plan, now: float) -> list[DispatcherAction]:
         """Act on a whole plan."""
         self._followed.plan = plan
-        self.forwarder.servers = plan.servers
+        actions = self.forwarder.follow(plan.servers)
         self._forget_at_rest()
         self._forwarding.clear()
         self.transitions.clear()
@@ -279,6 +281,7 @@ class DispatcherMachine:
         for channel, entry in plan.entries.items():
             if entry.phase is not Phase.SETTLED:
                 self.transitions.update(channel, entry, now)
+        return actions
 
     def _announce_rules(self, plan: Plan) -> list[DispatcherAction]:
         """Make the publishers here read the compatibility rules, unless there never were any."""
@@ -336,6 +339,8 @@ class DispatcherMachine:
             return self._followed.read()
         actions: list[DispatcherAction] = []
         self.transitions.plan = self.plan
+        if delta.servers is not None and self.plan is not None:
+            actions += self.forwarder.follow(self.plan.servers)
         if any(map(is_slot, delta.entries)):  # any channel may inherit from it
             self._forget_at_rest()
             self._forwarding.clear()
@@ -505,7 +510,9 @@ class DispatcherMachine:
             actions += self._followed.read()
         actions += self.forwarder.on_tick(now)
         notices, polls = self.transitions.due(now)
-        return [*actions, *self._notify_listeners(notices), *self.transitions.poll(polls, now)]
+        actions += self._notify_listeners(notices)
+        actions += self._report_vacated(self.transitions.vacated_again(polls, now))
+        return [*actions, *self.transitions.poll(polls, now)]
 
     def _notify_listeners(self, transitions: Iterable[Transition]) -> list[DispatcherAction]:
         """Send the listeners at old locations the new routes."""

@@ -3,6 +3,9 @@
 A slot in transition stands for all channels that inherit its entry. Nobody can name them in advance: each becomes a
 *member* when a message or an announcement shows it, or the list of the channels that somebody listens to here
 (PUBSUB CHANNELS). One such list serves all slots. A slot is vacated when none of its channels is on the list.
+
+A list of very many channels is costly. So there is one when a slot becomes active; then NUMSUB is asked for its
+channels on that list, until nobody listens to any of them; then another list proves it.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ from typing import Any
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import is_own_channel, is_user_channel
 from dynamoth.plan.plan import Entry, Location, Phase, Plan
-from dynamoth.plan.slots import is_slot
+from dynamoth.plan.slots import is_slot, slot_of
 from dynamoth_dispatcher.events import LOCAL
 from dynamoth_dispatcher.options import TransitionOptions
 
 TAG_NUMSUB = "numsub"
 TAG_LIST = "list"
+TAG_MEMBERS = "members"
+
+NAMES_PER_NUMSUB = 500
+"""Bound of one NUMSUB: about 0.1 ms of the server, so that messages pass in between."""
 
 
 def inherits(physical: bytes) -> bool:
@@ -55,6 +62,8 @@ class Transition:
     vacated_at: float = float("-inf")
     #: Of a slot: the channels that inherit its entry, as far as they have shown up.
     members: dict[bytes, Transition] = field(default_factory=dict[bytes, "Transition"])
+    #: Of a slot: those of them that somebody listened to at old locations here, when that was asked last.
+    listening: dict[bytes, Transition] = field(default_factory=dict[bytes, "Transition"])
     #: Of a member: how many losses of its slot its listeners elsewhere know of.
     losses: int = 0
 
@@ -177,7 +186,8 @@ class Transitions:
             if before >= options.per_tick_max:
                 break
             if is_slot(transition.channel):
-                if transition.old_here and transition.notice_at <= now and not self._is_listing:
+                needs_list = not transition.listening and not self._is_vacated(transition)
+                if transition.old_here and transition.notice_at <= now and not (needs_list and self._is_listing):
                     transition.notice_at = now + options.list_interval_s
                     polls.append(transition)
                 continue
@@ -193,20 +203,41 @@ class Transitions:
             self._by_channel[channel] = self._by_channel.pop(channel)
         return notices, polls
 
+    @staticmethod
+    def _is_vacated(slot: Transition) -> bool:
+        """Return whether a list has shown a slot as vacated: no list is needed any more."""
+        return slot.vacated_at > float("-inf")
+
+    def vacated_again(self, transitions: Iterable[Transition], now: float) -> tuple[tuple[bytes, int], ...]:
+        """Return the slots among these that are vacated, with their epochs: the report may have been lost."""
+        again = [each for each in transitions if is_slot(each.channel) and self._is_vacated(each)]
+        for each in again:
+            each.vacated_at = now
+        return tuple((each.channel, each.entry.route.epoch) for each in again)
+
     def poll(self, transitions: Iterable[Transition], now: float) -> list[Send]:
         """Ask how many listen at the old locations here; for slots, to which channels somebody listens."""
         actions: list[Send] = []
         asked: list[tuple[bytes, int, bytes]] = []
+        members: list[tuple[bytes, int, bytes]] = []
         slots: list[tuple[bytes, int, bool]] = []
         for each in transitions:
             epoch = each.entry.route.epoch
-            if is_slot(each.channel):
+            if is_slot(each.channel) and self._is_vacated(each):
+                continue
+            if is_slot(each.channel) and each.listening:
+                members += ((each.channel, epoch, member) for member in each.listening)
+            elif is_slot(each.channel):
                 slots.append((each.channel, epoch, each.poll_at <= now))
             else:
                 asked += ((each.channel, epoch, location.physical) for location in each.old_here)
         if asked:
             numsub = (b"PUBSUB", b"NUMSUB", *(physical for _, _, physical in asked))
             actions.append(Send(LOCAL, numsub, (TAG_NUMSUB, asked)))
+        for start in range(0, len(members), NAMES_PER_NUMSUB):
+            some = members[start : start + NAMES_PER_NUMSUB]
+            numsub = (b"PUBSUB", b"NUMSUB", *(physical for _, _, physical in some))
+            actions.append(Send(LOCAL, numsub, (TAG_MEMBERS, some)))
         if slots:
             self._is_listing = True
             actions.append(Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_LIST, slots)))
@@ -232,18 +263,43 @@ class Transitions:
         for physical in reply:
             if not self._slots or self.plan is None:
                 break
-            name = self.plan.slot_above(physical)
-            slot = None if name is None else self._by_channel.get(name)
-            if name is None or slot is None or not slot.old_here or not inherits(physical):
+            name = slot_of(physical)  # nearly all are of other slots
+            slot = self._by_channel.get(name)
+            if slot is None or not slot.old_here or not inherits(physical) or self.plan.slot_above(physical) != name:
                 continue
             left.discard((name, slot.entry.route.epoch))
-            listened.append(self._member(slot, physical))
+            member = slot.listening[physical] = self._member(slot, physical)
+            listened.append(member)
+        for name, _, may_settle in asked:
+            slot = self._by_channel.get(name)
+            if slot is not None and not slot.listening and not may_settle:
+                slot.notice_at = max(slot.notice_at, slot.poll_at)
         vacated: list[tuple[bytes, int]] = []
         for name, epoch in sorted(left):
             if now - self._by_channel[name].vacated_at >= self._options.vacated_interval_s:
                 self._by_channel[name].vacated_at = now
                 vacated.append((name, epoch))
         return [each for each in listened if each.entry.phase is Phase.ACTIVE], tuple(vacated)
+
+    def on_members(self, asked: list[tuple[bytes, int, bytes]], reply: Any) -> list[Transition]:
+        """Return the members that somebody still listens to at old locations here; forget the others.
+
+        ``asked`` has the slot of each, and the slot's epoch.
+        """
+        if isinstance(reply, ErrorReply):
+            self._counters["refused_commands"] += 1
+            return []
+        listened: list[Transition] = []
+        for (name, epoch, physical), listeners in zip(asked, reply[1::2], strict=True):
+            slot = self._by_channel.get(name)
+            member = slot.listening.get(physical) if slot is not None and slot.entry.route.epoch == epoch else None
+            if slot is None or member is None:
+                continue
+            if int(listeners):
+                listened.append(member)
+            else:
+                del slot.listening[physical]
+        return [each for each in listened if each.entry.phase is Phase.ACTIVE]
 
     def on_poll(self, asked: list[tuple[bytes, int, bytes]], reply: Any, now: float) -> tuple[tuple[bytes, int], ...]:
         """Return the channels, with their epochs, to report as vacated: nobody listens at their old locations here."""

@@ -50,6 +50,8 @@ class Administration:
     pins: Mapping[bytes, Assignment] = field(default_factory=_no_pins)
     #: The latest ids of removed servers, oldest first. No new server gets one of them: somebody may still know the old.
     removed: tuple[str, ...] = ()
+    #: The servers that a provisioner has started. Only these may be freed by the balancer itself.
+    provisioned: frozenset[str] = frozenset()
     #: What a server can send, for servers that were added with a number. For others the agent's configuration says it.
     outgoing_bytes_per_s_max: Mapping[str, int] = field(default_factory=_nothing)
     #: What newer software has stored, and this one does not know. It is kept.
@@ -74,11 +76,26 @@ class Administration:
         listed = set(servers)
         if strange := sorted((self.draining | self.pinned_servers) - listed):
             return f"servers that the plan does not list are drained, or have pinned channels: {', '.join(strange)}"
+        if strange := sorted(self.provisioned - listed):
+            return f"servers that the plan does not list are provisioned: {', '.join(strange)}"
         if listed and listed <= self.draining:
             return "all servers are being drained"
         if back := sorted(listed.intersection(self.removed)):
             return f"removed servers are listed: {', '.join(back)}"
         return None
+
+    def fitting(self, servers: Iterable[str], version: int) -> Administration:
+        """Return it for a plan with these servers, with this version if something had to be left out."""
+        listed = frozenset(servers)
+        draining = self.draining & listed
+        fit = replace(
+            self,
+            draining=draining if listed - draining else frozenset(),
+            provisioned=self.provisioned & listed,
+            pins=MappingProxyType({name: pin for name, pin in self.pins.items() if listed.issuperset(pin.servers)}),
+            removed=tuple(id_ for id_ in self.removed if id_ not in listed),
+        )
+        return self if fit == self else replace(fit, version=version)
 
     def with_pin(self, channel: bytes, assignment: Assignment) -> Administration:
         """Return it with a channel pinned, or pinned elsewhere. Raises PlanError."""
@@ -93,6 +110,7 @@ class Administration:
         return replace(
             self,
             draining=self.draining - {server},
+            provisioned=self.provisioned - {server},
             removed=(*self.removed, server)[-REMOVED_MAX:],
             outgoing_bytes_per_s_max=MappingProxyType(
                 {id_: limit for id_, limit in self.outgoing_bytes_per_s_max.items() if id_ != server}

@@ -1,8 +1,8 @@
 """The plan: which servers carry which channel, and which changes are in progress.
 
 A plan is immutable and versioned. It names only the channels and slots whose assignment differs from the ring, or ever
-did: an entry stays when its channel moves back home, so that epochs never go back. A channel that it does not name
-inherits the entry of its slot.
+did. A channel that it does not name inherits the entry of its slot. The entry of a channel can be folded into that of
+its slot when both are alike; the slot gets a later epoch then, so that no epoch goes back.
 
 An entry goes through three phases, each step in a plan version of its own::
 
@@ -324,6 +324,10 @@ class Plan:
         new_version = self.version if version is None else version
         return self._replaced(version=new_version, servers=by_id, administration=administration)
 
+    def has_left(self, server: str) -> bool:
+        """Return whether a server was in the plan once and is not any more; ``REMOVED_MAX`` are remembered."""
+        return server not in self.servers and (server in self.administration.removed or server in self.base)
+
     @cached_property
     def servers_in_use(self) -> frozenset[str]:
         """The servers that may have channels: those of rules, of entries, and of slots that never moved."""
@@ -370,6 +374,33 @@ class Plan:
             if self.entries[channel].phase is not Phase.ACTIVE:
                 raise PlanError(f"channel {channel!r} is not active; it cannot settle")
         return self.with_entries({channel: Entry(self.entries[channel].route, Phase.SETTLED) for channel in channels})
+
+    def folds(self, channel: bytes) -> bool:
+        """Return whether a channel has an entry of its own without need: it is where its slot is, both settled."""
+        entry = self.entries.get(channel)
+        if entry is None or entry.phase is not Phase.SETTLED or is_slot(channel):
+            return False
+        slot = self.entry(slot_of(channel))
+        is_alike = slot.phase is Phase.SETTLED and slot.route.assignment == entry.route.assignment
+        return is_alike and self.compatibility.rule_of(channel) is None
+
+    def fold(self, channels: Iterable[bytes]) -> Plan:
+        """Return the next version, in which these channels follow their slots again. Nothing changes its place.
+
+        The epoch of a slot is above all that its channels had.
+
+        Raises:
+            PlanError: a channel does not fold.
+
+        """
+        entries = dict(self.entries)
+        for channel in channels:
+            if not self.folds(channel):
+                raise PlanError(f"channel {channel!r} is not where its slot is, or has no entry of its own")
+            route, slot = entries.pop(channel).route, slot_of(channel)
+            if self.entry(slot).route.epoch <= route.epoch:
+                entries[slot] = Entry(Route(self.version + 1, route.assignment), Phase.SETTLED)
+        return self._replaced(version=self.version + 1, entries=MappingProxyType(entries))
 
     def _replaced(self, **changes: Any) -> Plan:
         new = replace(self, **changes)

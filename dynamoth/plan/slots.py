@@ -45,6 +45,11 @@ def slot_of(channel: bytes) -> bytes:
     return _NAMES[hash_of(channel) >> _SHIFT]
 
 
+def slot_index(channel: bytes) -> int:
+    """Return the number of the slot of a channel."""
+    return hash_of(channel) >> _SHIFT
+
+
 def middle(slot: int) -> int:
     """Return the hash in the middle of a slot."""
     return (2 * slot + 1) << (_SHIFT - 1)

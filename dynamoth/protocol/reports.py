@@ -1,8 +1,9 @@
 """The reports of load analyzers to the balancer, one per time unit.
 
-A report is columnar and bounded: the busiest channels by name, one column per metric, and the rest as sums. So its size
-does not depend on how many channels a server carries, and the balancer reads a column without touching the others. On
-the wire it is one msgpack array that begins with ``REPORT_CODE``; a reader ignores elements after those that it knows.
+A report is columnar and bounded: the busiest channels by name, one column per metric, and the rest as sums, over all
+and by slot. So its size does not depend on how many channels a server carries, and the balancer reads a column without
+touching the others. On the wire it is one msgpack array that begins with ``REPORT_CODE``; a reader ignores elements
+after those that it knows.
 
 The metrics are those of Dynamoth, section III-A, and every other resource of the server that can run out.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dynamoth.errors import MalformedMessage
+from dynamoth.plan.slots import SLOTS
 from dynamoth.protocol.control import REPORT_CODE
 from dynamoth.protocol.wire import pack, parser, read_natural, read_text, shortened, unpack
 
@@ -112,6 +115,28 @@ class ChannelSums:
     publishers_uncounted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SlotColumns:
+    """The channels that a report does not name and that follow their slot, added up by slot: a part of the rest.
+
+    All columns have the same length, ``SLOTS`` at most; one row is one slot. A slot lives at one server, so the reports
+    of a whole cluster have little more than ``SLOTS`` rows. The numbers mean what they do in :class:`ChannelColumns`.
+    """
+
+    #: Numbers of the slots, ascending; those without load and subscribers are left out.
+    slots: tuple[int, ...] = ()
+    publications: tuple[int, ...] = ()
+    #: An upper bound: subscribers of idle channels that the plan names count here, too.
+    subscribers: tuple[int, ...] = ()
+    messages_sent: tuple[int, ...] = ()
+    bytes_in: tuple[int, ...] = ()
+    bytes_out: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        """Return how many slots are named."""
+        return len(self.slots)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The measurements of one load analyzer at its server within one interval.
@@ -165,6 +190,8 @@ class Report:
     problems: tuple[tuple[str, str], ...] = ()
     columns: ChannelColumns = ChannelColumns()
     rest: ChannelSums = ChannelSums()
+    #: Empty in reports of earlier versions.
+    slots: SlotColumns = SlotColumns()
 
     @property
     def why_unobserved(self) -> str:
@@ -194,7 +221,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 def pack_report(report: Report) -> bytes:
     """Serialise a report."""
-    r, columns, rest = report, report.columns, report.rest
+    r, columns, rest, slots = report, report.columns, report.rest, report.slots
     return pack(
         [
             REPORT_CODE,
@@ -217,12 +244,19 @@ def pack_report(report: Report) -> bytes:
                 *(rest.channels, rest.publications, rest.subscribers, rest.messages_sent),
                 *(rest.bytes_in, rest.bytes_out, rest.messages_untracked, rest.publishers_uncounted),
             ],
+            [
+                *(slots.slots, slots.publications, slots.subscribers),
+                *(slots.messages_sent, slots.bytes_in, slots.bytes_out),
+            ],
         ]
     )
 
 
 _LATER_HEAD: tuple[Any, ...] = (0, True, [])
 """Defaults of the last fields of the head, which agents of earlier versions leave out."""
+
+_NO_SLOTS: Any = [[], [], [], [], [], []]
+"""The columns of slots, which they leave out, too."""
 
 
 @parser("a report")
@@ -233,7 +267,8 @@ def unpack_report(data: bytes) -> Report:
         MalformedMessage: when it is not a report, or holds what cannot have been measured.
 
     """
-    code, head, resources, columns, rest = _array(unpack(data), 5, "a report")
+    whole = _whole_array(unpack(data, check_depth=False), 5, "a report")
+    code, head, resources, columns, rest, slots = [*whole, _NO_SLOTS][:6]
     if code != REPORT_CODE:
         raise MalformedMessage(f"not a report: it begins with {shortened(code)} instead of {REPORT_CODE}")
     head = _whole_array(head, 7, "the head of a report")
@@ -268,6 +303,7 @@ def unpack_report(data: bytes) -> Report:
         problems=_problems(problems),
         columns=_columns_from_wire(columns),
         rest=ChannelSums(*map(read_natural, _array(rest, 8, "the sums of a report"))),
+        slots=_slots_from_wire(slots),
     )
 
 
@@ -298,6 +334,14 @@ def _columns_from_wire(value: Any) -> ChannelColumns:
     return ChannelColumns(
         channels, publications, publishers, subscribers, sent, into, out, publisher_ids, subscriber_ids
     )
+
+
+def _slots_from_wire(value: Any) -> SlotColumns:
+    numbers, *cells = _array(value, 6, "the slots of a report")
+    slots = _numbers(numbers, 0, whole=True)
+    if any(one >= other for one, other in pairwise(slots)) or slots[-1:] > (SLOTS - 1,):
+        raise MalformedMessage(f"a report names slots from 0 to {SLOTS - 1}, ascending, each once")
+    return SlotColumns(slots, *(_numbers(column, len(slots)) for column in cells))
 
 
 def _array(value: Any, length: int, what: str) -> list[Any]:
@@ -340,8 +384,8 @@ def _texts(value: Any) -> tuple[bytes, ...]:
     return tuple(cells)
 
 
-def _numbers(value: Any, length: int) -> tuple[int, ...]:
-    cells = _array(value, length, "a column")
+def _numbers(value: Any, length: int, *, whole: bool = False) -> tuple[int, ...]:
+    cells = (_whole_array if whole else _array)(value, length, "a column")
     if not set(map(type, cells)) <= {int} or min(cells, default=0) < 0:
         raise MalformedMessage(f"a column of numbers from 0 expected, not {shortened(cells)}")
     return tuple(cells)
@@ -349,6 +393,8 @@ def _numbers(value: Any, length: int) -> tuple[int, ...]:
 
 def _ids(value: Any, length: int) -> tuple[bytes, ...]:
     cells = _texts(_array(value, length, "a column"))
+    if not any(cells):
+        return cells
     if any(size % ID_BYTES or size > IDS_MAX * ID_BYTES for size in set(map(len, cells))):
         raise MalformedMessage(f"a column of lists of {ID_BYTES}-byte ids expected, not {shortened(cells)}")
     return cells

@@ -45,8 +45,12 @@ def pack(value: Any) -> bytes:
     return packed
 
 
-def unpack(data: bytes) -> Any:
-    """Read one msgpack value from anyone. Raises MalformedMessage."""
+def unpack(data: bytes, *, check_depth: bool = True) -> Any:
+    """Read one msgpack value from anyone. Raises MalformedMessage.
+
+    Without ``check_depth`` the depth has only msgpack's own bound, 1024: for callers that check the type of every value
+    that they take, and take no containers of unknown depth.
+    """
     count = None if len(data) < COUNTED_BYTES else _ElementCounter().count
     longest = min(len(data), ARRAY_MAX)  # an element takes a byte at least
     try:
@@ -62,7 +66,7 @@ def unpack(data: bytes) -> Any:
         raise
     except Exception as error:
         raise MalformedMessage(f"not msgpack: {type(error).__name__}: {error!s:.200}") from error
-    if len(data) > DEPTH_MAX:  # each level takes a byte at least
+    if check_depth and len(data) > DEPTH_MAX:  # each level takes a byte at least
         _check_depth(value)
     return value
 

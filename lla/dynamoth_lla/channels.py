@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from dynamoth.names import is_user_channel, logical_channel
+from dynamoth.plan.slots import SLOTS, slot_index
 from dynamoth.protocol.control import Announcement
 
 CHANNEL_BYTES_MAX = 1024
@@ -29,9 +30,11 @@ names no more in one."""
 class Audience:
     """The announced subscribers of a channel, under all physical names that it has at this server."""
 
-    __slots__ = ("clients", "subscribers", "tracks")
+    __slots__ = ("clients", "slot", "subscribers", "tracks")
 
-    def __init__(self) -> None:
+    def __init__(self, slot: int) -> None:
+        #: The number of the channel's slot.
+        self.slot = slot
         #: Client ids by the time of their announcement, the latest last, each with the physical name that it joined.
         self.clients: dict[int, bytes] = {}
         #: How many subscribe, to all physical names, as far as known.
@@ -77,6 +80,8 @@ class TrackedChannels:
         self._clients = 0
         #: Sum of ``Track.subscribers``.
         self.subscribers = 0
+        #: The same by slot.
+        self.slot_subscribers = [0] * SLOTS
         #: Announcements of a client for a channel that were dropped for lack of room.
         self.announcements_dropped = 0
 
@@ -104,7 +109,7 @@ class TrackedChannels:
             return None
         audience = self._audiences.get(logical)
         if audience is None:
-            audience = self._audiences[logical] = Audience()
+            audience = self._audiences[logical] = Audience(slot_index(logical))
         audience.tracks += 1
         track = self._tracks[physical] = Track(physical, logical, audience)
         self._tracks.move_to_end(physical, last=False)
@@ -129,6 +134,7 @@ class TrackedChannels:
         self.subscribers += subscribers - track.subscribers
         audience = track.audience
         audience.subscribers += subscribers - track.subscribers
+        self.slot_subscribers[audience.slot] += subscribers - track.subscribers
         track.subscribers = subscribers
         while len(audience.clients) > audience.subscribers:
             del audience.clients[next(iter(audience.clients))]
@@ -152,6 +158,7 @@ class TrackedChannels:
         audience = track.audience
         self.subscribers -= track.subscribers
         audience.subscribers -= track.subscribers
+        self.slot_subscribers[audience.slot] -= track.subscribers
         audience.tracks -= 1
         if audience.tracks == 0:
             self._clients -= len(audience.clients)
@@ -204,6 +211,10 @@ class TrackedChannels:
             assert (audience.tracks, audience.subscribers) == (len(tracks[logical]), subscribers), f"{logical!r}"
         audiences = self._audiences.values()
         assert self.subscribers == sum(each.subscribers for each in audiences), f"{self.subscribers} subscribers"
+        by_slot = [0] * SLOTS
+        for each in audiences:
+            by_slot[each.slot] += each.subscribers
+        assert self.slot_subscribers == by_slot, "the subscribers of slots are those of their channels"
         assert self._clients == sum(len(each.clients) for each in audiences), f"{self._clients} clients"
 
     def clear(self) -> None:
@@ -212,3 +223,4 @@ class TrackedChannels:
         self._audiences.clear()
         self._clients = 0
         self.subscribers = 0
+        self.slot_subscribers = [0] * SLOTS

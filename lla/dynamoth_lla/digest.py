@@ -7,13 +7,13 @@ forward messages in between, however many channels there are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from dataclasses import asdict, dataclass, field
 from heapq import nlargest
 from operator import attrgetter
 
 from dynamoth.names import is_user_channel
-from dynamoth.protocol.reports import ChannelColumns, ChannelSums, pack_ids
+from dynamoth.protocol.reports import ChannelColumns, ChannelSums, SlotColumns, pack_ids
 from dynamoth_lla.channels import Track, TrackedChannels
 from dynamoth_lla.counting import PMESSAGE_BYTES, Window
 from dynamoth_lla.sampling import EstimatedTraffic, SampledWindow
@@ -118,6 +118,8 @@ class Composed:
 
     columns: ChannelColumns = field(default_factory=ChannelColumns)
     rest: ChannelSums = field(default_factory=ChannelSums)
+    #: The part of the rest that belongs to slots.
+    slots: SlotColumns = field(default_factory=SlotColumns)
     #: Of all channels, named or not.
     total: ChannelSums = field(default_factory=ChannelSums)
 
@@ -132,11 +134,17 @@ class NamedBounds:
 
 
 def compose(
-    digested: Digest, channels: TrackedChannels, bounds: NamedBounds, publishers_uncounted: int, into: Composed
+    digested: Digest,
+    channels: TrackedChannels,
+    bounds: NamedBounds,
+    planned: Container[bytes],
+    publishers_uncounted: int,
+    into: Composed,
 ) -> Generator[None]:
-    """Put the costliest channels into columns and the rest into sums.
+    """Put the costliest channels into columns and the rest into sums, over all and by slot.
 
-    Channels without messages are named where there is room.
+    Channels without messages are named where there is room. ``planned`` has those that do not follow their slot, as the
+    plan names them.
     """
     for number, load in enumerate(digested.loads, 1):
         load.measure()
@@ -164,6 +172,33 @@ def compose(
     differences = {name: count - getattr(summed, name) for name, count in asdict(into.total).items()}
     differences |= {"messages_untracked": digested.messages_untracked, "publishers_uncounted": publishers_uncounted}
     into.rest = ChannelSums(**differences)
+    yield
+    yield from _add_up_by_slot(loads, named, channels, planned, into)
+
+
+def _add_up_by_slot(
+    loads: list[Load], named: list[Load], channels: TrackedChannels, planned: Container[bytes], into: Composed
+) -> Generator[None]:
+    """Add up what is not named, and not in the plan either, by slot."""
+    subscribers = channels.slot_subscribers.copy()
+    for load in named:
+        subscribers[load.track.audience.slot] -= load.track.audience.subscribers
+    sums = {slot: [0, 0, 0, 0] for slot, count in enumerate(subscribers) if count}
+    names = {load.track.logical for load in named}
+    for number, load in enumerate(loads, 1):
+        logical = load.track.logical
+        if logical not in names and logical not in planned:
+            row = sums.setdefault(load.track.audience.slot, [0, 0, 0, 0])
+            row[0] += load.publications
+            row[1] += load.messages_sent
+            row[2] += load.bytes_in
+            row[3] += load.bytes_out
+        if number % WORK_PER_STEP == 0:
+            yield
+    slots = sorted(sums)
+    publications, sent, bytes_in, bytes_out = zip(*(sums[slot] for slot in slots), strict=True) if slots else [()] * 4
+    counts = tuple([subscribers[slot] for slot in slots])
+    into.slots = SlotColumns(tuple(slots), publications, counts, sent, bytes_in, bytes_out)
 
 
 def _by_channel(loads: list[Load]) -> list[Load]:

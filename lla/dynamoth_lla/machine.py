@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -74,6 +74,8 @@ class LoadAnalyzer:
         self._options = options
         #: The version of the plan that the dispatcher acts upon. Set by the owner of both.
         self.plan_version: int | None = None
+        #: The channels that the plan names: they do not follow their slot. Set with the version.
+        self.planned: Container[bytes] = ()
         self.counters: Counter[str] = Counter()
         #: The time that no report has described.
         self.blind_s_total = 0.0
@@ -342,7 +344,9 @@ class LoadAnalyzer:
             who_channels_max=options.who_channels_max,
             who_per_channel_max=options.who_per_channel_max,
         )
-        yield from compose(measured.digested, self.channels, bounds, measured.publishers_uncounted, composed)
+        yield from compose(
+            measured.digested, self.channels, bounds, self.planned, measured.publishers_uncounted, composed
+        )
         self.channels.make_room()
         report = self._report(measured, composed)
         self.last_report = report
@@ -381,7 +385,13 @@ class LoadAnalyzer:
         estimate = Rates(composed.total.bytes_out / interval_s, composed.total.bytes_in / interval_s, 0.0)
         report = self._make_report(measured.after.info, self._rates.or_else(estimate), interval_s)
         is_estimate = self._rates.outgoing_bytes_per_s is None
-        return replace(report, outgoing_is_estimate=is_estimate, columns=composed.columns, rest=composed.rest)
+        return replace(
+            report,
+            outgoing_is_estimate=is_estimate,
+            columns=composed.columns,
+            rest=composed.rest,
+            slots=composed.slots,
+        )
 
     def _make_report(self, info: ServerInfo, measured: Rates, interval_s: float, *, observing: bool = True) -> Report:
         """Return a report of the server without channels."""

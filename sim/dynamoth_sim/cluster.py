@@ -66,6 +66,8 @@ class Setting:
     delays: Delays = DEFAULT_DELAYS
     #: What each server can send: little makes the balancer move channels by itself.
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
+    #: The same of servers of another size.
+    capacities: Mapping[str, int] = field(default_factory=dict[str, int])
     #: The CPU of each server that counts as all of it, in cores.
     cpu_ratio_max: float = 1.0
     #: Whether something fails, so that messages may be lost if subscribers report it.
@@ -74,6 +76,10 @@ class Setting:
     replicas_max: int = 1
     #: How often agents report. Rarely, as reports are most of what an idle cluster does.
     report_interval_s: float = 0.4
+    #: How many channels a report names.
+    channels_per_report_max: int = 1000
+    #: How long a channel that the plan names is silent before it returns to its slot.
+    silent_s: float = 1000.0
     #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
     forwards_max: int = 1000
     #: Servers that the balancer drains.
@@ -150,6 +156,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
         load_analyzer=LoadAnalyzerOptions(
             outgoing_bytes_per_s_max=setting.outgoing_bytes_per_s_max,
             report_interval_s=setting.report_interval_s,
+            channels_per_report_max=setting.channels_per_report_max,
             discovery_interval_s=2.0,
         ),
         balancer=BalancerOptions(
@@ -167,6 +174,8 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             lease_s=0.9,
             lease_renew_s=0.3,
             move_timeout_s=5.0,
+            fold_interval_s=0.5,
+            silent_s=setting.silent_s,
             virtual_nodes=VIRTUAL_NODES,
             all_subscribers_ratio_min=20.0,
             all_publishers_ratio_min=0.2,
@@ -214,6 +223,8 @@ class Cluster:
         self.agents: dict[str, Process] = {}
         for _ in range(options.setting.servers):
             self._make_server()
+        #: The servers that the balancer's configuration names.
+        self.configured = list(self.servers)
         #: Servers that were added later.
         self.added: list[str] = []
         #: Servers that are stopped and do not come back.
@@ -243,6 +254,11 @@ class Cluster:
         """The servers, as a plan lists them."""
         return [Server(server.id, server.url) for server in self.servers.values()]
 
+    @property
+    def configuration(self) -> list[Server]:
+        """The servers of the balancer's configuration."""
+        return [server for server in self.server_list if server.id in self.configured]
+
     def _draw_delays(self, process: str, server: str) -> Delays:
         delays, factor = self.options.setting.delays, self.world.random.choice(self.options.spread)
         return replace(delays, base_s=delays.base_s * factor, jitter_s=delays.jitter_s * factor)
@@ -252,15 +268,17 @@ class Cluster:
     def make_agent(self, server: str, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of an agent."""
         options = self.options
-        return AgentMachine(server, incarnation, options.dispatcher, options.load_analyzer, self.servers[server].url)
+        capacity = options.setting.capacities.get(server, options.setting.outgoing_bytes_per_s_max)
+        load_analyzer = replace(options.load_analyzer, outgoing_bytes_per_s_max=capacity)
+        return AgentMachine(server, incarnation, options.dispatcher, load_analyzer, self.servers[server].url)
 
     def make_balancer(self, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of the balancer."""
-        return BalancerMachine(self.server_list, incarnation, self.options.balancer)
+        return BalancerMachine(self.configuration, incarnation, self.options.balancer)
 
     def _make_rival(self, incarnation: int) -> Machine[Any, Any]:
         options = replace(self.options.balancer, standby=self.rival_stands_by)
-        return BalancerMachine(self.server_list, incarnation, options)
+        return BalancerMachine(self.configuration, incarnation, options)
 
     def is_observed(self, url: str) -> bool:
         """Tell whether somebody observes the server at a URL: its agent, unless it was lost lately."""
@@ -313,7 +331,7 @@ class Cluster:
         return id_
 
     def add_server(self) -> str:
-        """Add a server and its agent, and start them. A balancer that starts later knows it."""
+        """Start another server and its agent. :meth:`change_server` adds it to the plan."""
         id_ = self._make_server()
         self.added.append(id_)
         self.agents[id_].start()
@@ -323,7 +341,8 @@ class Cluster:
         """Stop a server and its agent, at once or as an operator does; neither comes back, and nobody begins there."""
         self.gone[server] = None
         model, agent = self.servers[server], self.agents[server]
-        self._seed_urls.remove(model.url)
+        if model.url in self._seed_urls:
+            self._seed_urls.remove(model.url)
         if model.up:
             model.stop("the server stops for good", orderly=orderly)
         if agent.alive:
@@ -347,13 +366,17 @@ class Cluster:
         """Make this server the only one from which clients find the cluster, from now on."""
         self._seed_urls[:] = [self.servers[server].url]
 
-    def drain(self, server: str) -> None:
-        """Restart the balancer with a configuration that has a server drained, as an operator does."""
-        self.options = replace(self.options, balancer=replace(self.options.balancer, draining=frozenset({server})))
-        self.restart_balancer()
+    def change_server(self, action: str, server: str) -> int:
+        """Ask the balancer to add, drain or remove a server; return the number of the request."""
+        where = {"url": self.servers[server].url} if action == "add" else {}
+        return self._ask("server", {"action": action, "server": server, **where})
+
+    def is_done(self, request: int) -> bool:
+        """Return whether a request was carried out."""
+        return self.answers.get(request, "") is None
 
     def restart_balancer(self) -> None:
-        """Restart the balancer with today's configuration; one that is down has it when it starts."""
+        """Restart the balancer, if it is alive."""
         if self.balancer.alive:
             self.balancer.crash()
             self.balancer.start()

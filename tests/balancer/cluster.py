@@ -56,8 +56,8 @@ def stored_hash(plan: Plan, run_id: str) -> dict[Any, Any]:
 class StoringServer(RedisServer):
     """A simulated Redis server that records what balancers do with its keys, and what administrators are answered."""
 
-    def __init__(self, world: World, id_: str, check: Callable[[Plan, Plan], None]) -> None:
-        super().__init__(world, id_, f"redis://{id_}")
+    def __init__(self, world: World, id_: str, url: str, check: Callable[[Plan, Plan], None]) -> None:
+        super().__init__(world, id_, url)
         self._check = check
         #: Commands of balancers that were executed, in order.
         self.executed: list[tuple[bytes, ...]] = []
@@ -194,15 +194,17 @@ class SimCluster:
         self._processes: dict[str, Process] = {}
         self._heal: dict[tuple[str, str], list[Callable[[], None]]] = {}
         for number in range(1, servers + 1):
-            self._add(f"s{number}")
+            self.add_server(f"s{number}")
 
-    def _add(self, id_: str) -> None:
-        server = self.servers[id_] = StoringServer(self.world, id_, self._check_phases)
+    def add_server(self, id_: str, url: str = "") -> StoringServer:
+        """Start a server and its agent, which no balancer knows yet."""
+        server = self.servers[id_] = StoringServer(self.world, id_, url or f"redis://{id_}", self._check_phases)
         self.network.add_server(server.url, server)
         agent = self.agents[id_] = ScriptedAgent(id_, server.url, lambda: server.plan, self._rows)
         process = Process(self.world, self.network, f"agent-{id_}", lambda _: agent, lambda _: None)
         self._processes[id_] = process
         process.start()
+        return server
 
     @property
     def now(self) -> float:
@@ -328,6 +330,9 @@ class SimCluster:
 
     def _check_phases(self, before: Plan, after: Plan) -> None:
         """Check what must be true of every change that a server stores, in every test."""
+        if after.version > before.version:
+            for channel in before.entries.keys() - after.entries.keys():
+                assert after.entry(channel).may_follow(before.entries[channel]), f"{channel!r} is missing"
         for channel, entry in after.entries.items():
             old = before.entries.get(channel)
             if old is None or old == entry:

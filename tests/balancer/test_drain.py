@@ -283,7 +283,7 @@ def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
     cluster.run(10)
     [problem] = balancer.machine.health.problems
     assert (problem.kind, problem.subject, problem.severity) == ("server_unreachable", DRAINED, Severity.WARNING)
-    assert "the plan has no channel there, and it is stopped" in problem.reason
+    assert problem.reason == f"it is drained and stopped: type 'dynamoth server remove {DRAINED}'"
     assert balancer.machine.health.errors == [], "the balancer is ready"
     assert cluster.ask("status", server="s2").result["servers"][DRAINED]["channels_named"] == 0
 
@@ -303,18 +303,21 @@ def test_channels_that_the_plan_does_not_name_leave_with_their_slots() -> None:
     assert balancer.plan.entry(channel).route.assignment == single("s2") and channel not in balancer.plan.entries
 
 
-def test_a_server_that_is_empty_may_leave_the_list_of_servers_and_return() -> None:
+def test_a_server_that_is_empty_is_removed_and_another_one_takes_its_share() -> None:
     cluster, before = started(3, OPTIONS)
     cluster.run_until(lambda: _is_empty(cluster), timeout_s=300)
     cluster.stop_server(DRAINED)
+    cluster.run(1)
     others = {id_: server for id_, server in before.plan.servers.items() if id_ != DRAINED}
-    balancer = cluster.succeed(before, replace(OPTIONS, draining=frozenset()), servers=others)
+    assert cluster.ask("server", {"action": "remove", "server": DRAINED}, server="s2").error is None
+    balancer = cluster.succeed(before, replace(OPTIONS, draining=frozenset(), join_s=0.0), servers=others)
     cluster.run(5)
     assert balancer.plan.servers == others and balancer.machine.health.problems == []
-    cluster.start_server(DRAINED)
-    back = cluster.succeed(balancer, replace(OPTIONS, draining=frozenset(), join_s=0.0))
-    cluster.run_until(lambda: len(back.plan.entries) > 0 and slots_of(back.plan, DRAINED) > 1200, timeout_s=300)
-    assert sum(slots_of(back.plan, id_) for id_ in back.plan.servers) == SLOTS
+    cluster.add_server("s4")
+    add = {"action": "add", "server": "s4", "url": "redis://s4"}
+    assert cluster.ask("server", add, server="s2").error is None
+    cluster.run_until(lambda: slots_of(balancer.plan, "s4") > 1200, timeout_s=300)
+    assert sum(slots_of(balancer.plan, id_) for id_ in balancer.plan.servers) == SLOTS
 
 
 def slots_of(plan: Plan, server: str) -> int:

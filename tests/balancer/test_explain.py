@@ -134,6 +134,17 @@ def test_a_channel_that_would_be_moved_shows_the_move_although_the_balancer_is_p
     assert not balancer.decided
 
 
+def test_a_channel_that_hardly_relieves_its_server_says_so() -> None:
+    cluster, balancer = started(2, BalancerOptions(averaging_s=3.0, replicas_max=1))
+    *_, small = load(cluster, balancer, 0.43, 0.43, 0.01)
+    load(cluster, balancer, 0.5, server="s2")
+    cluster.run(5)
+    found = explain(cluster, small)
+    assert "not worth the moves" in found["stays"][0]
+    assert found["stays"][1:] == ["s2 could take it, but that would not relieve s1 by enough"]
+    assert not any(made.decision.moves for made in balancer.decided)
+
+
 def test_a_channel_that_reports_do_not_name_says_so() -> None:
     cluster, _ = started(options=QUICK)
     cluster.run(5)
@@ -155,8 +166,27 @@ def test_a_server_shows_its_load_its_channels_and_its_decisions() -> None:
     [decision] = found["decisions"]
     assert (decision["number"], decision["progress"]) == (1, "measured")
     assert decision["measured"] == pytest.approx(decision["predicted"])
+    [move] = decision["first_moves"]
+    assert (move["channel"], move["from"], move["to"], move["goal"]) == (first, "s1", "s2", "relieve")
+    assert "above 0.80" in move["reason"] and decision["load_ratios"].keys() == {"s1", "s2"}
+    assert decision["load_ratios"]["s2"] == {each: decision[each] for each in ("before", "predicted", "measured")}
+    [of_channel] = explain(cluster, first)["decisions"]
+    assert of_channel["first_moves"] == [move] and of_channel["load_ratios"] == decision["load_ratios"]
+    assert explain(cluster, second)["decisions"] == []
     assert found["slots"] == len(balancer.plan.ring.slots["s2"])
     assert [each["channel"] for each in explain(cluster, b"s1")["busiest"]] == [second]
+
+
+def test_the_move_of_a_channel_leads_its_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamoth_balancer.admin.explain.MOVES_PER_DECISION_MAX", 1)
+    cluster, balancer = started(options=QUICK)
+    load(cluster, balancer, *[0.1] * 9)
+    cluster.run_until(lambda: bool(balancer.decided))
+    first, *_, last = balancer.decided[0].decision.moves
+    for move in (first, last):
+        [decision] = explain(cluster, move.channel)["decisions"]
+        assert [shown["channel"] for shown in decision["first_moves"]] == [move.channel]
+        assert decision["moves"] == len(balancer.decided[0].decision.moves)
 
 
 def test_a_server_shows_findings_and_why_it_takes_no_part() -> None:

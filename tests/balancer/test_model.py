@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.plan.plan import Assignment, Mode, Route, single
-from dynamoth.protocol.reports import Report
+from dynamoth.plan.slots import slot_name
+from dynamoth.protocol.reports import ChannelSums, Report, SlotColumns
 from dynamoth_balancer.decide.model import BUSY_MAX, SAMPLES_MAX, ClusterModel
 from tests.balancer import traffic
 from tests.balancer.traffic import Row, Traffic
@@ -55,6 +58,25 @@ def test_channels_that_come_and_go_are_averaged_over_the_whole_time() -> None:
     assert {load.channel: load.outgoing_bytes_per_s for load in model.channels("s1")} == pytest.approx(
         {b"a": 50, b"b": 50}
     )
+
+
+def test_slots_have_the_load_that_no_channel_has_by_name_and_take_it_along() -> None:
+    model = ClusterModel(["s1", "s2"], averaging_s=10.0)
+    slots = SlotColumns((5, 7), (1, 1), (10, 20), (1, 1), (0, 0), (100, 300))
+    rest = ChannelSums(channels=3, publications=3, subscribers=35, messages_sent=3, bytes_out=450)
+    full = replace(report("s1", {b"a": 50}, rest=450), rest=rest, slots=slots, channels_subscribed=100)
+    model.report(full, 1.0)
+    model.report(report("s2", {}), 1.0)
+    five, seven = slot_name(5), slot_name(7)
+    assert {name: load.outgoing_bytes_per_s for name, load in model.slots("s1").items()} == {five: 100, seven: 300}
+    assert [load.channel for load in model.channels("s1")] == [b"a"] and model.channel_names("s1") == {b"a"}
+    assert not model.unnamed("s1") and model.busy("s1", 0.0, 0.0) == [b"a"]
+    assert model.subscriptions("s1") == ({b"a": 0, five: 10, seven: 20}, 70), "INFO counts 100 channels"
+    model.on_moves({seven: (single("s1"), single("s2"))}, 2.0)
+    model.report(full, 2.0)  # still there
+    model.report(report("s2", {}), 2.0)
+    assert (ratio(model, "s1", 2.0), ratio(model, "s2", 2.0)) == (0.2, 0.3)
+    assert model.slots("s2")[seven].outgoing_bytes_per_s == 300 and not model.slots("s1")[seven]
 
 
 def test_load_on_its_way_counts_at_the_new_server_and_forwarded_copies_do_not() -> None:

@@ -85,16 +85,14 @@ def test_a_dry_run_does_not_change_what_goals_remember(monkeypatch: pytest.Monke
     monkeypatch.setattr("dynamoth_balancer.machine.Spread", lambda: goal)
     options = BalancerOptions(wait_s=1.0, averaging_s=3.0, transitions_max=100, join_s=0.0)
     cluster = SimCluster(3)
-    first = cluster.start(options, ["s1", "s2"])
-    cluster.run_until(lambda: first.machine.stage is Stage.LEADING)
-    cluster.run(1)
-    successor = cluster.succeed(first, options)
-    cluster.run_until(lambda: successor.machine.stage is Stage.LEADING)
+    balancer = cluster.start(options, ["s1", "s2"])
+    cluster.run_until(lambda: balancer.machine.stage is Stage.LEADING)
     cluster.ask("pause")
+    assert cluster.ask("server", {"action": "add", "server": "s3", "url": "redis://s3"}).error is None
     cluster.run(5)
     asked = goal.asked
     assert dry_run(cluster)["moves"] == dry_run(cluster)["moves"] == options.transitions_max
-    assert goal.asked == asked and successor.plan.entries == {}
+    assert goal.asked == asked and balancer.plan.entries == {}
     assert cluster.ask("rebalance").result["moves"] == options.transitions_max
     assert goal.asked == asked + 1
 

@@ -57,6 +57,38 @@ def test_algorithm_2_ends_when_one_channel_alone_exceeds_the_safe_ratio() -> Non
     assert "one server is too small for it" in finding.reason and finding.server == "s1"
 
 
+def test_moves_that_gain_almost_nothing_are_not_made() -> None:
+    """A demo showed ``0.88 -> 0.87``: one small channel could leave, and the large ones could not."""
+    servers = {"s1": {"a": 0.43, "b": 0.43, "c": 0.01, "d": 0.01}, "s2": {"e": 0.5}, "s3": {"f": 0.1, "g": 0.45}}
+    decision = relieved(world(servers))
+    assert not decision.moves
+    [finding] = decision.findings
+    assert finding.server == "s1" and finding.load_ratio == pytest.approx(0.88)
+    assert finding.reason == (
+        "what could leave would relieve it by only 0.020, not worth the moves; its channels rest, are in transition, or"
+        " would overload any other server: add servers"
+    )
+
+
+def test_moves_that_are_given_up_leave_the_cluster_as_it_was() -> None:
+    servers = {"s1": {"a": 0.43, "b": 0.43, "c": 0.02}, "s2": {"d": 0.85, "e": 0.01, "f": 0.02}, "s3": {"g": 0.3}}
+    options = BalancerOptions(moves_per_server_max=3, load_ratio_safe=0.4)
+    cluster = world(servers, options).cluster()
+    assert Relieve().propose(cluster) == [] and not cluster.moves
+    ratios = {id_: server.load_ratio for id_, server in cluster.servers.items()}
+    assert ratios == pytest.approx({"s1": 0.88, "s2": 0.88, "s3": 0.3})
+    servers_of = cluster.servers
+    for source, channel in (("s1", b"c"), ("s2", b"e"), ("s2", b"f")):
+        load = next(rate for rate in cluster.channels(source) if rate.channel == channel)
+        assert cluster.take(cluster.move(load, servers_of[source], servers_of["s3"], "as many as one plan may have"))
+
+
+def test_small_gains_go_on_when_only_the_bounds_of_a_plan_end_them() -> None:
+    options = BalancerOptions(moves_per_server_max=1)
+    channels = {f"c{number}": 0.03 for number in range(30)}
+    assert len(relieved(world({"s1": channels, "s2": {}}, options)).moves) == 1
+
+
 @pytest.mark.parametrize(
     ("cluster", "moves"),
     [

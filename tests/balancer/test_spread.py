@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from dynamoth.plan.plan import single
 from dynamoth.plan.slots import SLOTS, slot_name
-from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Decision, ServerLoad, decide
+from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Decision, Goal, ServerLoad, decide
 from dynamoth_balancer.decide.drain import DrainSlots
+from dynamoth_balancer.decide.relieve import STUCK, Relieve, RelieveSlots
 from dynamoth_balancer.decide.spread import BEGIN_RATIO, Spread
 from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
@@ -44,6 +45,7 @@ class Slots:
         slots: dict[str, list[ChannelRate]] = {server: [] for server in self.sizes}
         for slot, server in self.places.items():
             slots[server].append(ChannelRate(self.load, slot))
+        subscriptions = dict.fromkeys(self.places, self.subscriptions)
         return Cluster(
             {id_: ServerLoad(id_, self.load * len(slots[id_]), size * CAPACITY) for id_, size in self.sizes.items()},
             lambda server: [],
@@ -51,21 +53,21 @@ class Slots:
             OPTIONS,
             slots=slots,
             draining={server: slots[server] for server in self.draining},
-            slot_subscriptions=dict.fromkeys(slots, self.subscriptions),
+            slot_subscriptions=lambda _: subscriptions,
         )
 
-    def step(self, goal: Spread | DrainSlots) -> Decision:
-        decision = decide([goal], self.cluster())
+    def step(self, *goals: Goal) -> Decision:
+        decision = decide(goals, self.cluster())
         for move in decision.moves:
             assert self.places[move.channel] == move.source
             self.places[move.channel] = move.target
         return decision
 
-    def settle(self, goal: Spread | DrainSlots) -> set[bytes]:
+    def settle(self, *goals: Goal) -> set[bytes]:
         """Carry out all steps; return the slots that moved, each once."""
         moved: set[bytes] = set()
         for _ in range(SLOTS):
-            moves = self.step(goal).moves
+            moves = self.step(*goals).moves
             assert moved.isdisjoint(move.channel for move in moves), "no slot moves twice"
             moved |= {move.channel for move in moves}
             if not moves:
@@ -138,6 +140,42 @@ def test_slots_that_would_overload_every_other_server_stay_and_that_is_shown() -
     assert decision.moves == () and "1 slots are in transition, or would overload" in decision.findings[0].reason
     alone = Slots({"s1": 1.0}, ["s1"], draining=["s1"])
     assert "there is no other server" in alone.step(DrainSlots()).findings[0].reason
+
+
+def test_a_server_that_many_small_channels_overload_gives_slots_until_it_is_safe() -> None:
+    sizes = {"s1": 1.0, "s2": 1.0, "s3": 1.0}
+    slots = Slots(sizes, over(*["s1"] * 6, "s2", "s3"), slot_ratio=1.2 / SLOTS)  # 0.9, 0.15 and 0.15
+    goals = Relieve(), RelieveSlots()
+    first = slots.step(*goals)
+    assert {(move.source, move.target, move.goal) for move in first.moves} <= {
+        ("s1", id_, "relieve") for id_ in ("s2", "s3")
+    }
+    assert len(first.moves) * 1.2 / SLOTS == pytest.approx(OPTIONS.slot_load_ratio_max, rel=0.01)
+    assert not first.findings, "slots can leave"
+    for _ in range(3):  # also below the ratio at which it began
+        slots.step(*goals)
+    assert slots.count()["s1"] * 1.2 / SLOTS == pytest.approx(OPTIONS.load_ratio_safe, abs=0.001)
+    assert not slots.step(*goals).moves
+
+
+def test_slots_stay_where_no_other_server_has_room() -> None:
+    slots = Slots({"s1": 1.0, "s2": 1.0}, over("s1", "s2"), slot_ratio=1.8 / SLOTS)
+    decision = slots.step(Relieve(), RelieveSlots())
+    assert not decision.moves and {finding.reason for finding in decision.findings} == {STUCK}
+
+
+def test_channels_come_before_slots() -> None:
+    slots = Slots({"s1": 1.0, "s2": 1.0}, ["s1"], slot_ratio=0.1)
+    busy = [ChannelRate(0.3 * CAPACITY, b"a"), ChannelRate(0.5 * CAPACITY, b"b")]
+    cluster = slots.cluster()
+    cluster.servers["s1"].outgoing_bytes_per_s = 0.9 * CAPACITY
+
+    def every(channel: bytes, server: str) -> bool:
+        return server == "s1" and channel in (b"a", b"b")
+
+    cluster.channels = {"s1": busy, "s2": []}.__getitem__
+    cluster.movable = every
+    assert [move.channel for move in decide([Relieve(), RelieveSlots()], cluster).moves] == [b"b"]
 
 
 def test_steps_follow_each_other_without_the_pause_between_two_plans() -> None:

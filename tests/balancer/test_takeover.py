@@ -58,14 +58,19 @@ def test_a_standby_waits_and_is_well_until_the_leader_is_gone() -> None:
     cluster.run_until(lambda: _leads(late), timeout_s=2)
 
 
-def test_a_standby_with_an_old_list_of_servers_is_not_well() -> None:
+def test_a_standby_with_an_old_list_of_servers_goes_by_that_of_the_plan() -> None:
     cluster, first = started(3, BalancerOptions())
     standby = cluster.start(BalancerOptions(standby=True), servers=["s1", "s2"])
+    cluster.run(1)
+    assert _leads(first) and _stands_by(standby)
+    assert standby.machine.server_figures(cluster.now)["load_ratio"].keys() == {"s1", "s2", "s3"}
+    cluster.add_server("s4")
+    assert cluster.ask("server", {"action": "add", "server": "s4", "url": "redis://s4"}).error is None
     cluster.run(HEADERS_INTERVAL_S + 1)
-    assert _leads(first) and not _stands_by(standby)
-    [problem] = standby.machine.health.errors
-    assert problem.kind == "not_leading" and "the plan stored at s1 lists s3, which" in problem.reason
-    assert _messages(standby, "warning") == ["waiting for the lease"]
+    assert "s4" in standby.machine.server_figures(cluster.now)["load_ratio"]
+    cluster.kill(first)
+    cluster.run_until(lambda: _leads(standby))
+    assert set(standby.plan.servers) == {"s1", "s2", "s3", "s4"} and standby.machine.health.errors == []
 
 
 def test_a_standby_that_nobody_leads_beside_is_not_well() -> None:
@@ -248,14 +253,25 @@ def test_one_server_that_refuses_the_lease_does_not_keep_the_others_from_grantin
 # Recovery.
 
 
-def test_a_new_server_is_listed_and_is_no_part_of_the_ring() -> None:
+def test_a_server_that_is_only_configured_is_reported_until_it_is_added() -> None:
     cluster = SimCluster(3)
     first = cluster.start(servers=["s1", "s2"])
     cluster.run_until(lambda: _leads(first))
     cluster.kill(first)
-    balancer = cluster.started()
+    balancer = cluster.start()
+    cluster.run_until(lambda: _leads(balancer))
+    cluster.ask("pause")
+    cluster.run(1)
+    assert set(balancer.plan.servers) == {"s1", "s2"}
+    [problem] = [each for each in balancer.machine.health.problems if each.kind == "server_not_listed"]
+    assert problem.subject == "s3" and "type 'dynamoth server add s3 URL'" in problem.reason
+    assert not cluster.network.connections(balancer.name, "s3")
+    add = {"action": "add", "server": "s3", "url": "redis://s3"}
+    assert cluster.ask("server", add).error is None
+    cluster.run_until(lambda: cluster.is_quiet(balancer))
+    assert "server_not_listed" not in {each.kind for each in balancer.machine.health.problems}
     assert set(balancer.plan.servers) == {"s1", "s2", "s3"}
-    assert balancer.plan.base == ("s1", "s2")
+    assert balancer.plan.base == ("s1", "s2"), "the ring stays"
     for _ in range(2):
         error = cluster.refusal("move", {"channel": b"c", "to": "s3"})
         assert "s3 is new" in error and "try again in" in error
@@ -266,14 +282,63 @@ def test_a_new_server_is_listed_and_is_no_part_of_the_ring() -> None:
     assert cluster.ask("move", {"channel": b"d", "to": "s3"}).error is None, "a server in use is not new"
 
 
-def test_a_server_cannot_leave_the_configuration() -> None:
+@pytest.mark.parametrize("configured", [["s1", "s2"], ["s3"]])
+def test_the_servers_come_from_the_plan_and_not_from_the_configuration(configured: list[str]) -> None:
     cluster = SimCluster(3)
     cluster.kill(cluster.started())
-    balancer = cluster.start(servers=["s1", "s2"])
-    cluster.run_until(lambda: balancer.stopped is not None)
-    assert balancer.stopped is not None and isinstance(balancer.stopped.error, ConfigError)
-    assert "s3" in str(balancer.stopped.error) and "put them back" in str(balancer.stopped.error)
-    assert cluster.lease_holders()[:2] == [None, None]
+    balancer = cluster.start(servers=configured)
+    cluster.run_until(lambda: _leads(balancer))
+    assert set(balancer.plan.servers) == {"s1", "s2", "s3"}
+    cluster.run_until(lambda: cluster.is_quiet(balancer))
+
+
+def test_a_balancer_finds_the_servers_although_most_configured_ones_are_gone() -> None:
+    cluster, balancer = started(5, BalancerOptions())
+    for id_ in ("s1", "s2"):
+        assert cluster.ask("server", {"action": "drain", "server": id_}, server="s3").error is None
+    cluster.run_until(lambda: balancer.machine.slots_left("s1") == balancer.machine.slots_left("s2") == 0, 600)
+    cluster.run_until(lambda: cluster.is_quiet(balancer))
+    for id_ in ("s1", "s2"):
+        assert cluster.ask("server", {"action": "remove", "server": id_}, server="s3").error is None
+        cluster.stop_server(id_)
+    cluster.kill(balancer)
+    successor = cluster.start(servers=["s1", "s2", "s3"])
+    cluster.run_until(lambda: _leads(successor))
+    assert set(successor.plan.servers) == {"s3", "s4", "s5"}
+    cluster.run(1)
+    reasons = {each.subject: each.reason for each in successor.machine.health.problems}
+    assert reasons["s1"] == "it was removed from the plan: take it out of the configuration, too"
+
+
+def test_a_balancer_that_was_away_while_servers_changed_goes_by_the_present_ones() -> None:
+    cluster, first = started(3, BalancerOptions())
+    first.process.pause()
+    second = cluster.start(BalancerOptions())
+    cluster.run_until(lambda: _leads(second))
+    cluster.run_until(lambda: cluster.is_quiet(second))
+    cluster.add_server("s4")
+    assert cluster.ask("server", {"action": "add", "server": "s4", "url": "redis://s4"}).error is None
+    first.process.resume()
+    cluster.run(1)
+    cluster.kill(second)
+    cluster.run_until(lambda: _leads(first))
+    assert set(first.plan.servers) == {"s1", "s2", "s3", "s4"}
+    cluster.run_until(lambda: cluster.is_quiet(first))
+
+
+def test_no_change_of_servers_begins_before_the_plan_of_the_term_is_stored() -> None:
+    cluster = SimCluster(3)
+    cluster.kill(cluster.started())
+    balancer = cluster.start(BalancerOptions())
+    for id_ in ("s1", "s2", "s3"):
+        cluster.servers[id_].refuse = refusing("OOM", b"HSET")
+    cluster.run_until(lambda: _leads(balancer))
+    drain = {"action": "drain", "server": "s1"}
+    assert "the plan of this balancer is not stored at more than half" in cluster.refusal("server", drain)
+    for server in cluster.servers.values():
+        server.refuse = None
+    cluster.run(2)
+    assert cluster.ask("server", drain).error is None
 
 
 def test_plans_of_two_clusters_are_not_mixed() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,37 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main([name, "--help"])
     assert caught.value.code == 0
     assert "exit codes: 0 done" in " ".join(capsys.readouterr().out.split())
+
+
+NO_STATE = {
+    "agent": "a daemon: its log is JSON",
+    "balancer": "a daemon: its log is JSON",
+    "record": "a daemon: it writes Parquet files",
+    "acl": "it prints what Redis is configured with",
+    "report": "it writes tables, as Parquet files",
+    "what-if": "it writes tables, as Parquet files",
+    "sim": "it prints what is wrong with this code",
+}
+"""The commands that print no state of a cluster, and why."""
+
+
+def _help(*command: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each command, subcommands of subcommands among them, with its help."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), pytest.raises(SystemExit):
+        main([*command, "--help"])
+    subcommands = re.search(r"\{([\w,-]+)\}\s\.\.\.", printed.getvalue())
+    if subcommands is None:
+        yield command, printed.getvalue()
+        return
+    for name in subcommands[1].split(","):
+        yield from _help(*command, name)
+
+
+def test_every_command_that_prints_state_prints_json_as_well() -> None:
+    commands = {command: text for name in COMMANDS if name not in NO_STATE for command, text in _help(name)}
+    assert {("plan", "move"), ("plan", "compatibility", "list"), ("server", "drain")} <= commands.keys()
+    assert [command for command, text in commands.items() if "--json" not in text] == []
 
 
 def test_the_overview_imports_nothing_heavy() -> None:

@@ -13,6 +13,8 @@ from dynamoth_cli.commands.server import describe_change, describe_servers
         ("drain", "", "s1 is being drained: 'dynamoth server list' shows what is left there"),
         ("undrain", "", "s1 is not drained any more: it takes channels again, by load"),
         ("drain", "it is being drained already", "s1: it is being drained already"),
+        ("add", "", "s1 is in the plan: it gets slots when its agent reports ('dynamoth agent --server s1')"),
+        ("remove", "", "s1 is not in the plan any more: stop it and its agent, and take it out of the configuration"),
     ],
 )
 def test_a_change_is_described(action: str, note: str, text: str) -> None:

@@ -344,6 +344,7 @@ REPORT = reports.Report(
     channels_subscribed=17,
     columns=reports.ChannelColumns((b"c",), (18,), (19,), (20,), (21,), (22,), (23,), (b"p" * 8,), (b"s" * 8,)),
     rest=reports.ChannelSums(24, 25, 26, 27, 28, 29, 30, 31),
+    slots=reports.SlotColumns((32,), (33,), (34,), (35,), (36,), (37,)),
 )
 """No value twice, so that each shows where it is."""
 
@@ -353,8 +354,9 @@ def test_the_layout_of_a_report() -> None:
     lines = [part.replace(",", "").split() for part in re.split(r"\n(?=\S)", layout)]
     code, *sent = msgpack.unpackb(reports.pack_report(REPORT))
     assert code == control.REPORT_CODE
-    assert [line[0] for line in lines] == ["head", "resources", "columns", "sums"]
-    for (_, *fields), values, source in zip(lines, sent, (REPORT, REPORT, REPORT.columns, REPORT.rest), strict=True):
+    assert [line[0] for line in lines] == ["head", "resources", "columns", "sums", "slots"]
+    sources = (REPORT, REPORT, REPORT.columns, REPORT.rest, REPORT.slots)
+    for (_, *fields), values, source in zip(lines, sent, sources, strict=True):
         assert second.pack(values) == second.pack([getattr(source, field) for field in fields])
 
 

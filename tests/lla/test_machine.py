@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dynamoth.errors import ConfigError
 from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
+from dynamoth.plan.slots import slot_index
 from dynamoth.protocol.control import PlanQuery, pack_control
 from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT
 from dynamoth.protocol.reports import ChannelLoad, ChannelSums, pack_ids
@@ -143,6 +144,25 @@ def test_the_busiest_channels_are_named_and_the_rest_are_sums() -> None:
     assert report.rest == ChannelSums(
         channels=3, publications=6, subscribers=3, messages_sent=6, bytes_in=6 * wire, bytes_out=6 * wire
     )
+
+
+def test_what_is_not_named_is_added_up_by_slot_unless_the_plan_names_it() -> None:
+    bench = a_bench(channels_per_report_max=1)
+    names = [b"c%d" % number for number in range(200)]
+    by_slot: dict[int, list[bytes]] = {}
+    for name in names:
+        by_slot.setdefault(slot_index(name), []).append(name)
+    one, other = max(by_slot.values(), key=len)[:2]  # of one slot
+    [far] = [name for name in names if slot_index(name) != slot_index(one)][:1]
+    bench.server.subscribers.update({one: 3, other: 2, far: 1, b"busiest": 50})
+    bench.analyzer.planned = {far}
+    bench.observe(*(push(name, MESSAGE) for name in (one, other, far, b"busiest")), push(one, MESSAGE))
+    slots = bench.next_report().slots
+    counts = zip(slots.publications, slots.subscribers, slots.messages_sent, strict=True)
+    rows = dict(zip(slots.slots, counts, strict=True))
+    assert rows == {slot_index(one): (3, 5, 2 * 3 + 2), slot_index(far): (0, 1, 0)}
+    wire = MESSAGE_BYTES + len(one) + len(MESSAGE)
+    assert slots.bytes_out[slots.slots.index(slot_index(one))] == 2 * 3 * wire + 2 * (wire - len(one) + len(other))
 
 
 @pytest.mark.parametrize(
@@ -556,6 +576,8 @@ def test_named_and_rest_add_up_to_what_happened(
         for name, row in rows(report).items():
             assert row.publications == published[int(name)]
         assert min(dataclasses.astuple(report.rest)) >= 0
+        for field in ("publications", "subscribers", "messages_sent", "bytes_in", "bytes_out"):
+            assert sum(getattr(report.slots, field)) == getattr(report.rest, field), "no channel is in the plan"
 
 
 # Options.

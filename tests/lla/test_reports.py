@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import MalformedMessage
+from dynamoth.plan.slots import SLOTS
 from dynamoth.protocol.control import REPORT_CODE, PlanQuery, pack_control
 from dynamoth.protocol.reports import (
     REPORT_CHANNELS_MAX,
@@ -17,6 +18,7 @@ from dynamoth.protocol.reports import (
     ChannelLoad,
     ChannelSums,
     Report,
+    SlotColumns,
     pack_ids,
     pack_report,
     unpack_report,
@@ -46,6 +48,7 @@ def a_report(**fields: Any) -> Report:
         "outgoing_bytes_per_s": 250.0,
         "columns": COLUMNS,
         "rest": ChannelSums(1, 2, 3, 4, 5, 6, 7, 8),
+        "slots": SlotColumns((0, 4095), (1, 1), (3, 0), (4, 0), (5, 0), (6, 0)),
     }
     return Report(**{**known, **fields})
 
@@ -67,6 +70,13 @@ def columns(draw: st.DrawFn) -> ChannelColumns:
     return ChannelColumns(tuple(channels), **counted, publisher_ids=publishers, subscriber_ids=subscribers)
 
 
+@st.composite
+def slots(draw: st.DrawFn) -> SlotColumns:
+    numbers = tuple(sorted(draw(st.sets(st.integers(0, SLOTS - 1), max_size=5))))
+    counts = st.lists(naturals, min_size=len(numbers), max_size=len(numbers)).map(tuple)
+    return SlotColumns(numbers, *(draw(counts) for _ in range(5)))
+
+
 OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "str": st.text(max_size=10),
     "int": naturals,
@@ -74,6 +84,7 @@ OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "float": st.floats(0, 1e15),
     "bool": st.booleans(),
     "ChannelColumns": columns(),
+    "SlotColumns": slots(),
     "ChannelSums": st.builds(ChannelSums, *[naturals] * 8),
     "tuple[tuple[str, str], ...]": st.lists(st.tuples(st.text(max_size=5), st.text(max_size=5)), max_size=3).map(tuple),
 }
@@ -112,6 +123,11 @@ def test_elements_of_newer_software_are_ignored() -> None:
     assert unpack_report(msgpack.packb(newer)) == a_report()
 
 
+def test_a_report_of_an_earlier_version_has_no_slots() -> None:
+    wire = msgpack.unpackb(pack_report(a_report()))
+    assert unpack_report(msgpack.packb(wire[:5])) == a_report(slots=SlotColumns())
+
+
 def replaced(path: tuple[int, ...], value: Any) -> bytes:
     """Return the wire form of a report in which one element is another."""
     wire = msgpack.unpackb(pack_report(a_report()))
@@ -128,6 +144,11 @@ def replaced(path: tuple[int, ...], value: Any) -> bytes:
     [
         ((0,), 7, "begins with"),
         ((1,), 5, "head"),
+        ((5,), 5, "slots"),
+        ((5, 0), [0, SLOTS], "slots from 0 to 4095"),
+        ((5, 0), [7, 7], "ascending"),
+        ((5, 1), [1], "column"),
+        ((5, 2, 0), -1, "numbers"),
         ((1,), [1], "head"),
         ((1, 0), b"s1", "server as text"),
         ((1, 1), -1, "number from 0"),

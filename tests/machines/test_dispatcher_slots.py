@@ -62,10 +62,35 @@ def test_a_slot_without_listeners_is_vacated_whoever_listens_to_others() -> None
     agent = Agent("s1").holding(ACTIVE)
     early = listing(agent, agent.pass_time(PACE.list_interval_s), b"another")
     assert published(early, BALANCER_CHANNEL, LOCAL) == [], "publishers may not have read the plan yet"
-    listing(agent, agent.pass_time(LISTED_S), b"another")
     actions = listing(agent, agent.pass_time(LISTED_S), b"another")
-    told = [unpack_control(data) for data in published(actions, BALANCER_CHANNEL, LOCAL)]
-    assert told == [Vacated("s1", ((SLOT, 1),), INCARNATION)]
+    vacated = [Vacated("s1", ((SLOT, 1),), INCARNATION)]
+    assert [unpack_control(data) for data in published(actions, BALANCER_CHANNEL, LOCAL)] == vacated
+    again = agent.pass_time(PACE.vacated_interval_s + PACE.list_interval_s)
+    assert tagged(again, "list") == [], "one list proves it"
+    assert [unpack_control(data) for data in published(again, BALANCER_CHANNEL, LOCAL)][:1] == vacated
+
+
+def test_only_listed_channels_are_asked_for_until_nobody_listens_and_then_a_list_proves_it() -> None:
+    agent = Agent("s1").holding(ACTIVE)
+    listing(agent, agent.pass_time(PACE.list_interval_s), C, b"another")
+    for listeners in (2, 0):
+        actions = agent.pass_time(PACE.list_interval_s + PACE.tick_interval_s)
+        assert tagged(actions, "list") == []
+        [asked] = tagged(actions, "members")
+        assert asked.args == (b"PUBSUB", b"NUMSUB", C)
+        actions = agent.tell(Replied(LOCAL, asked.tag, [C, listeners]))
+        assert len(published(actions, C, LOCAL)) == (1 if listeners else 0), "a notice for those who still listen"
+        assert published(actions, BALANCER_CHANNEL, LOCAL) == []
+    actions = listing(agent, agent.pass_time(LISTED_S), b"another")
+    assert [type(unpack_control(data)) for data in published(actions, BALANCER_CHANNEL, LOCAL)] == [Vacated]
+
+
+def test_a_numsub_that_is_refused_forgets_nobody() -> None:
+    agent = Agent("s1").holding(ACTIVE)
+    listing(agent, agent.pass_time(PACE.list_interval_s), C)
+    for _ in range(2):
+        [asked] = tagged(agent.pass_time(PACE.list_interval_s + PACE.tick_interval_s), "members")
+        assert agent.tell(Replied(LOCAL, asked.tag, ErrorReply("NOPERM no"))) == []
 
 
 def test_a_list_that_is_refused_vacates_nothing_and_is_asked_for_again() -> None:

@@ -49,7 +49,9 @@ def test_a_dry_run_shows_what_rebalance_then_does(capsys: pytest.CaptureFixture[
 
         for server, ratios in until(measured, "the decision is measured", every_s=0.5).items():
             assert ratios["measured"] == pytest.approx(ratios["predicted"], abs=0.2), server
-        assert printed("explain", "s2")["decisions"][0]["progress"] == "measured"
+        [decision] = printed("explain", "s2")["decisions"]
+        assert decision["progress"] == "measured" and decision["first_moves"] == done["first_moves"]
+        assert decision["load_ratios"] == measured() == printed("explain", moved)["decisions"][0]["load_ratios"]
         assert main(["explain", moved, "--url", cluster.url]) == 0
         assert f"{moved} is at s2, settled" in capsys.readouterr().out
         traffic.flows()
@@ -82,8 +84,10 @@ def test_a_pin_and_a_pause_outlive_the_balancer(capsys: pytest.CaptureFixture[st
             cluster.wait_ready()
             status = printed("status")["balancer"]
             assert status["paused"] and status["pinned_channels"] == [{"channel": channel.decode(), "servers": ["s2"]}]
+            assert run("server", "drain", "s1")[0] == 0
             version = printed("plan", "show")["version"]
             for command, why in (
+                (("pin", other.decode(), "s1"), "server s1 is being drained, and no channel can be pinned to it"),
                 (("pin", other.decode(), "s9"), "server 's9' is not known; known are s1, s2: name one of them"),
                 (("unpin", other.decode()), "is not pinned: 'dynamoth status' shows those that are"),
                 (("plan", "move", channel.decode(), "--to", "s1"), "is pinned to s2: 'dynamoth unpin' ends that"),
@@ -92,6 +96,7 @@ def test_a_pin_and_a_pause_outlive_the_balancer(capsys: pytest.CaptureFixture[st
                 assert (code, output) == (1, "") and why in error and error.count("\n") == 1
             shown = printed("plan", "show")
             assert (shown["version"], shown["paused"], shown["pins"]) == (version, True, {channel.decode(): ["s2"]})
+            assert run("server", "undrain", "s1")[0] == 0
             assert printed("unpin", channel.decode())["servers"] == ["s2"]
             assert run("resume")[1].startswith("the balancer makes plans (plan version")
             assert not printed("status")["balancer"]["paused"]

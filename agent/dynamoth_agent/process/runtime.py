@@ -19,6 +19,7 @@ from dynamoth_agent.events import (
     BlindnessChanged,
     GuardRefused,
     LinkChanged,
+    NotListed,
     ObservationRefused,
     PlanFollowed,
     ServerAdvice,
@@ -159,6 +160,8 @@ class _AgentProcess(DaemonProcess[AgentNews]):
                 write(logging.INFO, message, refused)
             case ObservationRefused(reason):
                 write(logging.ERROR, "the agent cannot observe its server", reason)
+            case NotListed(reason):
+                write(logging.WARNING, "the server takes no part in the cluster", reason)
             case GuardRefused(reason):
                 write(logging.WARNING, "whether another agent is at work is not known", reason)
             case AlreadyRunning(reason):
@@ -174,7 +177,12 @@ class _AgentProcess(DaemonProcess[AgentNews]):
         if (problem := self._machine.problem) is not None:
             return problem
         if self._machine.plan_version is None:
-            return "the server holds no plan yet: is the balancer running?"
+            return (
+                "the server stores no plan yet: start 'dynamoth balancer', or if the server is new, type 'dynamoth"
+                f" server add {self._config.server} URL'"
+            )
+        if (reason := self._machine.not_listed) is not None:
+            return reason
         if self._machine.stand_in.blind:
             blind_s = self._machine.stand_in.blind_s(self._loop.time())
             return f"the agent has not seen what is published for {blind_s:.0f} s: it reads too slowly ({LOCAL} link)"

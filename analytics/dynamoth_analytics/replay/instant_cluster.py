@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from dynamoth.errors import DynamothError
-from dynamoth.machine.events import CommandPart, Connect, LinkUp, Pushed, Replied, Send, Start, Tick
+from dynamoth.machine.events import CommandPart, Connect, Disconnect, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, OPERATOR_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Entry, Phase, Plan, Server
 from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
@@ -171,6 +171,8 @@ class InstantCluster:
                     self._send(link, command, tag)
                 case Connect(link):
                     self._events.append(LinkUp(link))
+                case Disconnect():
+                    raise ReplayError("the servers of a replay do not change")
                 case Stopped(error):
                     raise ReplayError(f"the balancer of a replay has ended: {error}")
                 case _:

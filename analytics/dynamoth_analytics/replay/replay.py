@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynamoth.plan.plan import Assignment, Entry, Plan, single
+from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.reports import Report, pack_report
 from dynamoth_analytics.replay.instant_cluster import InstantCluster, configured
 from dynamoth_analytics.replay.recorded import Moved, RecordedWindow, initial_plan, moved
@@ -140,10 +141,13 @@ class _Replay:
                 self._follow(said.plan)
 
     def _follow(self, plan: Plan) -> None:
-        for channel, entry in plan.entries.items():
-            if self._entries.get(channel) != entry:
-                self._places[channel] = entry.client_route.assignment
-        self._entries = plan.entries
+        known, self._entries = self._entries, plan.entries
+        changed = [channel for channel, entry in plan.entries.items() if known.get(channel) != entry]
+        if any(map(is_slot, changed)):  # any channel may follow it
+            self._places.clear()
+            changed = list(plan.entries)
+        for channel in changed:
+            self._places[channel] = plan.entries[channel].client_route.assignment
 
     def _place(self, channel: bytes) -> Assignment:
         place = self._places.get(channel)

@@ -21,8 +21,9 @@ unreplicate  channel: bytes, to: str         when it has settled: the same; to. 
 compat...    action: add, lift, remove or    version, rules: [{pattern, server, plain}], in the order in which they
 (-ibility)   list; pattern: bytes; for add   are looked at; see :mod:`dynamoth_balancer.admin.compatibility`
              server: str, plain: bool
-server       action: drain or undrain,       when more than half of the servers store it: action, server, version, and
-             server: str                     note: why nothing had to be changed
+server       action: add, remove, drain or   when more than half of the servers store it: action, server, version, and
+             undrain, server: str, for add   note: why nothing had to be changed, or who still uses a removed server.
+             url: str                        ``add`` tries the server first; ``remove`` waits until nobody listens there
 rebalance    dry_run: bool,                  what the balancer would do now, or has done when its moves have settled:
              timeout_s, both optional        see :mod:`dynamoth_balancer.admin.rebalance`
 explain      name: bytes, kind: "channel"    why a channel is where it is and stays there, or what a server carries
@@ -57,7 +58,7 @@ from typing import Any
 from dynamoth.errors import RequestRefused
 from dynamoth.machine.events import Send
 from dynamoth.names import operator_inbox
-from dynamoth.plan.plan import Mode
+from dynamoth.plan.plan import Mode, Server
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control
 from dynamoth.protocol.wire import shortened
 from dynamoth_balancer.admin.changes import BegunChange, Changes, ChangeState, mode_name
@@ -66,7 +67,8 @@ from dynamoth_balancer.admin.rebalance import Rebalance
 from dynamoth_balancer.admin.standing import STANDING, begin_order
 from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_balancer.install.membership import DRAIN, UNDRAIN, MemberChange, Membership
+from dynamoth_balancer.install.membership import ADD, DRAIN, REMOVE, UNDRAIN, Membership
+from dynamoth_balancer.install.orders import Order
 from dynamoth_balancer.options import BalancerOptions
 
 CHANGES_PENDING_MAX = 1000
@@ -88,9 +90,6 @@ SERVER = "server"
 """The command that is answered when more than half of the servers store the change."""
 
 ANSWERED_LATER = (*CHANGES, COMPATIBILITY, REBALANCE, SERVER, *STANDING)
-
-SERVERS_TIMEOUT_S = 5.0
-"""A request to change servers is answered after this time even if too few of them store it."""
 
 RULES_TIMEOUT_S = 5.0
 """Such a request is answered after this time even if some agent has not acknowledged the rules."""
@@ -184,7 +183,7 @@ class Admin:
             self._pending[number] = _Pending(server, lambda at: order.reply(self._installer(), number, at))
         elif request.command == SERVER:
             member, actions = self._change_servers(request.arguments, now)
-            self._pending[number] = _Pending(server, lambda at: self._member_reply(number, member, now, at))
+            self._pending[number] = _Pending(server, lambda at: member.reply(self._installer(), number, at))
         elif request.command == REBALANCE:
             until = now + _timeout_s(request.arguments, self._options.move_timeout_s)
             begun, actions = self._rebalance.begin(installer, request.arguments, now)
@@ -223,26 +222,19 @@ class Admin:
         result: Mapping[str, Any] = {"version": plan.version, "rules": describe_rules(plan.compatibility)}
         return AdminReply(number, result, text if waits else None)
 
-    def _change_servers(self, arguments: Mapping[str, Any], now: float) -> tuple[MemberChange, list[InnerAction]]:
+    def _change_servers(self, arguments: Mapping[str, Any], now: float) -> tuple[Order, list[InnerAction]]:
         action, server = arguments.get("action"), arguments.get("server")
         if not isinstance(server, str):
             raise RequestRefused(f"server must be the id of a server (text), not {shortened(server)}")
-        if action == DRAIN:
-            return self._membership.drain(server, now)
-        if action == UNDRAIN:
-            return self._membership.undrain(server, now)
-        raise RequestRefused(f"action must be {DRAIN} or {UNDRAIN}, not {shortened(action)}")
-
-    def _member_reply(self, number: int, change: MemberChange, since: float, now: float) -> AdminReply | None:
-        """Return the reply to a request for other servers; None while it is not stored at enough of them."""
-        installer = self._installer()
-        if change.is_done(installer):
-            result = {"action": change.action, "server": change.server, "version": change.version, "note": change.note}
-            return AdminReply(number, result)
-        if now - since < SERVERS_TIMEOUT_S and change.term == installer.term:
-            return None
-        text = f"{change.action} {change.server} is not stored at more than half of the servers"
-        return AdminReply(number, {}, f"{text}: see which of them are down ('dynamoth status'), and ask again")
+        if action == ADD:
+            url = arguments.get("url")
+            if not isinstance(url, str):
+                raise RequestRefused(f"url must be where the server is (text), not {shortened(url)}")
+            return self._membership.add(Server(server, url), now)
+        changes = {REMOVE: self._membership.remove, DRAIN: self._membership.drain, UNDRAIN: self._membership.undrain}
+        if not isinstance(action, str) or action not in changes:
+            raise RequestRefused(f"action must be {ADD}, {', '.join(changes)}, not {shortened(action)}")
+        return changes[action](server, now)
 
     def _change_reply(
         self, number: int, change: BegunChange, since: float, timeout_s: float, now: float

@@ -181,7 +181,10 @@ class Changes:
                 f"server {target!r:.80} is not known; known are {', '.join(installer.plan.servers)}: name one of them"
             )
         if target in installer.draining:
-            raise RequestRefused(f"server {target} is being drained, and no channel can be pinned to it: name another")
+            raise RequestRefused(
+                f"server {target} is being drained, and no channel can be pinned to it: name another, or type 'dynamoth"
+                f" server undrain {target}' first"
+            )
         administration = installer.plan.administration
         if channel not in administration.pins and len(administration.pins) >= PINS_MAX:
             raise RequestRefused(

@@ -24,6 +24,9 @@ its own now), and for a channel or slot:
     afterwards until the averages rest on later reports.
 ``moves``
     Its latest moves: ``age_s``, ``from``, ``to``, ``mode_before``, ``mode_after``, ``goal``, ``reason``.
+``decisions``
+    The latest decisions that moved it or its slot, whole: as :func:`~dynamoth_balancer.admin.status.describe_decision`
+    has them, with all their moves, its own first, and the load ratios of the servers before, predicted and measured.
 ``next_move``
     The move that the balancer would make now; None for none.
 ``stays``
@@ -40,7 +43,8 @@ For a server:
 ``findings``, ``next_moves``
     What goals could not reach there, and the moves that touch it and that the balancer would make now.
 ``decisions``
-    The latest that touched it: ``number``, ``age_s``, ``progress``, ``before``, ``predicted``, ``measured``.
+    The latest that touched it, whole, as those of a channel; and its own load ratios: ``before``, ``predicted``,
+    ``measured``.
 """
 
 from __future__ import annotations
@@ -54,10 +58,10 @@ from dynamoth.names import in_quotes, is_user_channel, logical_channel
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase
 from dynamoth.plan.slots import is_slot, slot_number, slot_of
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.admin.status import describe_entry, describe_move
-from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Decision, busiest_first
+from dynamoth_balancer.admin.status import describe_decision, describe_entry, describe_move
+from dynamoth_balancer.decide.cluster import ChannelFigures, Cluster, Decision, Move, busiest_first
 from dynamoth_balancer.decide.decider import Decider
-from dynamoth_balancer.decide.history import MadeDecision, PastMove
+from dynamoth_balancer.decide.history import PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import pinned_names
 from dynamoth_balancer.decide.worth import Worth, judge
@@ -66,7 +70,9 @@ from dynamoth_balancer.install.installer import Installer
 BUSIEST_SHOWN_MAX = 20
 MOVES_SHOWN_MAX = 20
 TARGETS_NAMED_MAX = 5
-"""Bounds of what one reply holds."""
+DECISIONS_SHOWN_MAX = 10
+MOVES_PER_DECISION_MAX = 100
+"""Bounds of what one reply holds: some 500 KB."""
 
 NOT_MEASURED_YET = "its agent has not reported often enough yet"
 """Why a server takes part in no decision that otherwise could."""
@@ -109,6 +115,11 @@ class Explainer:
             raise RequestRefused(f"channel {in_quotes(name)} is not an application's: it is at every server")
         return {**common, **self._channel(installer, name, now)}
 
+    def _decisions(self, concerns: Callable[[Move], bool], now: float) -> list[dict[str, Any]]:
+        """Return the latest decisions with a move that ``concerns`` whoever asks."""
+        made = [made for made in self._decider.history.decisions if any(map(concerns, made.decision.moves))]
+        return [describe_decision(each, now, MOVES_PER_DECISION_MAX, concerns) for each in made[-DECISIONS_SHOWN_MAX:]]
+
     # Channels.
 
     def _channel(self, installer: Installer, channel: bytes, now: float) -> dict[str, Any]:
@@ -134,6 +145,7 @@ class Explainer:
             "waiting_for": [] if transition is None else list(installer.waiting_for(transition, now)),
             "load": self._load(installer, channel, entry, now),
             "moves": [_describe_past_move(name, past, now) for name, past in moves],
+            "decisions": self._decisions(lambda move: move.channel in (channel, slot), now),
             "next_move": None if move is None else describe_move(move),
             "stays": [] if move else list(self._why_it_stays(installer, channel, entry, preview, now)),
         }
@@ -184,10 +196,10 @@ class Explainer:
             if finding.channel == channel or finding.server in assignment.servers
         )
         if channel not in cluster.pins and all(server in cluster.servers for server in assignment.servers):
-            yield from self._why_no_goal_moves_it(cluster, channel, assignment, installer)
+            yield from self._why_no_goal_moves_it(cluster, channel, assignment, installer, preview)
 
     def _why_no_goal_moves_it(
-        self, cluster: Cluster, channel: bytes, assignment: Assignment, installer: Installer
+        self, cluster: Cluster, channel: bytes, assignment: Assignment, installer: Installer, preview: Decision
     ) -> Iterator[str]:
         options = cluster.options
         if assignment.mode is not Mode.SINGLE:
@@ -208,7 +220,9 @@ class Explainer:
         verdicts = [(move, judge(move, options)) for move in moves]
         better = [move.target for move, worth in verdicts if worth is Worth.WORTH_IT]
         if better:
-            yield f"{', '.join(better[:TARGETS_NAMED_MAX])} could take it, but other channels go first"
+            others_go = any(move.source == source.id for move in preview.moves)
+            why = "other channels go first" if others_go else f"that would not relieve {source.id} by enough"
+            yield f"{', '.join(better[:TARGETS_NAMED_MAX])} could take it, but {why}"
         for move, worth in [] if better else verdicts[:TARGETS_NAMED_MAX]:
             yield _GAINS[worth].format(source=source.id, target=move.target, after=move.ratios[move.target].after)
 
@@ -229,7 +243,8 @@ class Explainer:
             "findings": [asdict(finding) for finding in preview.findings if finding.server == server],
             "next_moves": [describe_move(move) for move in preview.moves if server in move.ratios][:MOVES_SHOWN_MAX],
             "decisions": [
-                _outcome_at(server, made, now) for made in self._decider.history.decisions if server in made.ratios
+                {**decision, **decision["load_ratios"][server]}
+                for decision in self._decisions(lambda move: server in move.ratios, now)
             ],
         }
 
@@ -291,16 +306,4 @@ def _describe_past_move(name: bytes, move: PastMove, now: float) -> dict[str, An
         "mode_after": mode_name(move.after.mode),
         "goal": move.goal,
         "reason": move.reason,
-    }
-
-
-def _outcome_at(server: str, made: MadeDecision, now: float) -> dict[str, Any]:
-    ratios = made.ratios[server]
-    return {
-        "number": made.number,
-        "age_s": now - made.at,
-        "progress": made.progress.value,
-        "before": ratios.before,
-        "predicted": ratios.after,
-        "measured": made.measured.get(server),
     }

@@ -122,6 +122,8 @@ class View:
     unreached: Sequence[Finding]
     #: Why the latest decision could not be carried out; empty when it could.
     decision_refused: str
+    #: The servers that the configuration names and the plan does not list.
+    not_listed: Collection[str]
 
 
 def find(view: View, now: float) -> Iterator[Found]:
@@ -140,6 +142,8 @@ def find(view: View, now: float) -> Iterator[Found]:
         if server in view.refused:
             yield Found(Severity.ERROR, "server_refuses", server, with_cure(view.refused[server]))
         yield from _of_agent(server, view, leading, now)
+    for server in view.not_listed:
+        yield _not_listed(server, leading)
     if leading is not None:
         yield from _of_transitions(leading, now)
     for finding in view.unreached:
@@ -149,11 +153,16 @@ def find(view: View, now: float) -> Iterator[Found]:
         yield Found(Severity.WARNING, "decision_refused", "balancer", view.decision_refused)
 
 
+def _not_listed(server: str, leading: Installer | None) -> Found:
+    text = f"the configuration names it, and the plan does not list it: type 'dynamoth server add {server} URL'"
+    if leading is not None and leading.plan.has_left(server):
+        text = "it was removed from the plan: take it out of the configuration, too"
+    return Found(Severity.WARNING, "server_not_listed", server, text)
+
+
 def _unreachable(server: str, view: View) -> Found:
     if server in view.emptied:
-        text = (
-            "it is being drained, the plan has no channel there, and it is stopped: take it out of the list of servers"
-        )
+        text = f"it is drained and stopped: type 'dynamoth server remove {server}'"
         return Found(Severity.WARNING, "server_unreachable", server, text)
     return Found(Severity.ERROR, "server_unreachable", server, f"no connection: {view.down[server]}")
 

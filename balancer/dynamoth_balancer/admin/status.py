@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -31,20 +31,23 @@ def describe_decisions(decisions: Iterable[MadeDecision], now: float) -> list[di
     return [describe_decision(made, now) for made in decisions]
 
 
-def describe_decision(made: MadeDecision, now: float, moves_max: int = MOVES_SHOWN_MAX) -> dict[str, Any]:
-    """Return one decision as data, with up to ``moves_max`` of its moves and findings.
+def describe_decision(
+    made: MadeDecision, now: float, moves_max: int = MOVES_SHOWN_MAX, first: Callable[[Move], bool] = bool
+) -> dict[str, Any]:
+    """Return one decision as data, with up to ``moves_max`` of its moves and findings; moves that are ``first`` lead.
 
     ``load_ratios`` has the servers that its moves touch, each with ``before``, ``predicted``, and ``measured``: None
     until ``averaging_s`` after the last move has settled.
     """
     moves, findings = made.decision.moves, made.decision.findings
+    shown = sorted(moves, key=lambda move: not first(move))[:moves_max]
     return {
         "number": made.number,
         "age_s": now - made.at,
         "progress": made.progress.value,
         "refused": made.refused,
         "moves": len(moves),
-        "first_moves": [describe_move(move) for move in moves[:moves_max]],
+        "first_moves": [describe_move(move) for move in shown],
         "findings": [asdict(finding) for finding in findings[:moves_max]],
         "load_ratios": {
             server: {"before": ratios.before, "predicted": ratios.after, "measured": made.measured.get(server)}

@@ -10,29 +10,34 @@ The goals, in their order:
 
 1. ``pin``: brings channels back to where administrators have pinned them.
 2. ``replicate``: Algorithm 1. Before the others, because a channel that is too large for one server has no good place.
-3. ``relieve``: Algorithm 2.
+3. ``relieve``: Algorithm 2; then slots, where no busy channel explains the load of a server.
 4. ``release``: at low load, empties a server that is no longer needed.
 5. ``drain``: empties servers that an operator wants to stop. Both first move channels, and then, in the same order,
    slots.
 6. ``spread``: gives slots to servers that have too few, such as new ones.
+7. ``tidy``: moves silent channels back to their slots.
 
-The goals that move slots go on in steps without waiting between two plans: each step is small, by the load and the
-subscriptions of its slots, and a server has many slots.
+The goals that move slots or silent channels go on in steps without waiting between two plans: each step is small, and a
+server has many of them.
 
 The algorithms are those of Dynamoth, section III-B. Everything here is data and arithmetic; nothing depends on time.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth.plan.slots import is_slot
 from dynamoth_balancer.decide.resources import Load, Resource
 from dynamoth_balancer.options import BalancerOptions
+
+NO_SUBSCRIPTIONS: Mapping[bytes, float] = MappingProxyType({})
 
 
 class Ratios(NamedTuple):
@@ -210,8 +215,8 @@ class Cluster:
     one of its replicas there. ``releasing`` does the same for each server that is being emptied at low load. ``blind``
     has the servers whose agents do not see what is published: they count as overloaded, and no move puts a channel
     there. ``full`` has the servers that are nearly out of connections or memory, and of what: no move puts a channel
-    there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` how many
-    subscriptions a slot of a server has on average. ``pins`` has the channels and slots that no move may put elsewhere,
+    there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` returns how many
+    subscriptions each slot of a server has. ``pins`` has the channels and slots that no move may put elsewhere,
     and ``strays`` the pinned channels that are elsewhere.
     """
 
@@ -225,10 +230,14 @@ class Cluster:
     blind: Set[str] = frozenset()
     slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     full: Mapping[str, str] = field(default_factory=dict[str, str])
-    slot_subscriptions: Mapping[str, float] = field(default_factory=dict[str, float])
+    slot_subscriptions: Callable[[str], Mapping[bytes, float]] = lambda _: NO_SUBSCRIPTIONS
     releasing: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     pins: Mapping[bytes, Assignment] = field(default_factory=dict[bytes, Assignment])
     strays: Sequence[Stray] = ()
+    #: Channels that have gone silent, each with where it is and where its slot is.
+    returning: Sequence[Stray] = ()
+    #: The overloaded servers that moves of channels do not relieve.
+    unrelieved: set[str] = field(default_factory=set[str])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
     findings: list[Finding] = field(default_factory=list[Finding])
     #: How many channels, and how many slots, these moves take away from each server, and bring to it.
@@ -239,6 +248,8 @@ class Cluster:
     #: The subscriptions and the load ratio that these slots take away from each server, and bring to it.
     _slot_subscriptions_moved: dict[str, float] = field(default_factory=dict[str, float])
     _slot_load_moved: dict[str, float] = field(default_factory=dict[str, float])
+    #: By whether CPU counts, a heap of (less room first, server); entries whose room has changed since are out of date.
+    _roomiest: dict[bool, list[tuple[float, str]]] = field(default_factory=dict[bool, list[tuple[float, str]]])
     _guards: list[Callable[[Cluster, Move], bool]] = field(default_factory=list[Callable[["Cluster", Move], bool]])
 
     def move(self, load: ChannelRate, source: ServerLoad, target: ServerLoad, reason: str) -> Move:
@@ -260,18 +271,31 @@ class Cluster:
         """Apply a move to this copy, if bounds and earlier goals permit it; return whether they do."""
         if not self._admits(move):
             return False
-        for name, load in move.loads.items():
-            self.servers[name].add(load)
         self.moves[move.channel] = move
-        if not is_slot(move.channel):
-            self._away.update(move.left)
-            self._here.update(move.joined)
-            return True
-        self._slots_away[move.source] += 1
-        self._slots_here[move.target] += 1
-        for server, (subscriptions, ratio) in self._step_with(move).items():
-            self._slot_subscriptions_moved[server], self._slot_load_moved[server] = subscriptions, ratio
+        self._apply(move, 1)
         return True
+
+    def give_up(self, moves: Sequence[Move]) -> None:
+        """Take moves of this plan back."""
+        for move in reversed(moves):
+            del self.moves[move.channel]
+            self._apply(move, -1)
+
+    def _apply(self, move: Move, sign: int) -> None:
+        """Add (``sign`` 1) or subtract (-1) the loads of a move, and count it."""
+        for name, load in move.loads.items():
+            self.servers[name].add(load * sign)
+        for by_cpu, heap in self._roomiest.items():
+            for name in move.loads:
+                heapq.heappush(heap, (-self._room(self.servers[name], by_cpu=by_cpu), name))
+        if not is_slot(move.channel):
+            self._away.update(dict.fromkeys(move.left, sign))
+            self._here.update(dict.fromkeys(move.joined, sign))
+            return
+        self._slots_away[move.source] += sign
+        self._slots_here[move.target] += sign
+        for server, (subscriptions, ratio) in self._step_with(move, sign).items():
+            self._slot_subscriptions_moved[server], self._slot_load_moved[server] = subscriptions, ratio
 
     def _admits(self, move: Move) -> bool:
         return (
@@ -302,13 +326,16 @@ class Cluster:
             for subscriptions, ratio in self._step_with(move).values()
         )
 
-    def _step_with(self, move: Move) -> dict[str, tuple[float, float]]:
-        """Return, by server, the subscriptions and the load ratio that move with the slots so far and this one."""
-        added = self.slot_subscriptions.get(move.source, 0.0)
+    def _step_with(self, move: Move, sign: int = 1) -> dict[str, tuple[float, float]]:
+        """Return, by server, the subscriptions and the load ratio that move with the slots so far and this one.
+
+        ``sign`` is -1 for those that move without this one.
+        """
+        added = self.slot_subscriptions(move.source).get(move.channel, 0.0)
         return {
             server: (
-                self._slot_subscriptions_moved.get(server, 0.0) + added,
-                self._slot_load_moved.get(server, 0.0) + max(load_ratios(self.servers[server], load)),
+                self._slot_subscriptions_moved.get(server, 0.0) + sign * added,
+                self._slot_load_moved.get(server, 0.0) + sign * max(load_ratios(self.servers[server], load)),
             )
             for server, load in move.loads.items()
         }
@@ -318,6 +345,10 @@ class Cluster:
         """The servers that may get channels."""
         closed = self.leaving | self._closed
         return [server for server in self.servers.values() if server.id not in closed]
+
+    def _is_open(self, server: str) -> bool:
+        """Return whether a server may get channels."""
+        return server not in self.leaving and server not in self._closed
 
     @property
     def leaving(self) -> Set[str]:
@@ -340,8 +371,21 @@ class Cluster:
         Room is what is left below the accepted load ratio: in bytes/s, or of the CPU if ``besides`` is short of that.
         """
         by_cpu = self.servers[besides].resource is Resource.CPU
-        open_servers = [each for each in self.targets if each.id != besides and not self.has_taken(each.id)]
-        return min(open_servers, key=lambda each: (-self._room(each, by_cpu=by_cpu), each.id), default=None)
+        if by_cpu not in self._roomiest:
+            rooms = [(-self._room(each, by_cpu=by_cpu), each.id) for each in self.targets]
+            heapq.heapify(rooms)
+            self._roomiest[by_cpu] = rooms
+        heap, passed = self._roomiest[by_cpu], list[tuple[float, str]]()
+        found: ServerLoad | None = None
+        while heap and found is None:
+            entry = heapq.heappop(heap)
+            server = self.servers[entry[1]]
+            if entry[0] == -self._room(server, by_cpu=by_cpu) and self._is_open(server.id):
+                passed.append(entry)
+                found = None if server.id == besides or self.has_taken(server.id) else server
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        return found
 
     def _room(self, server: ServerLoad, *, by_cpu: bool) -> float:
         ratio = self.options.accept_ratio - server.load_ratio
@@ -376,13 +420,15 @@ class Cluster:
         """Assert the invariants of every plan, whatever the goals did."""
         moves, options = [move for move in self.moves.values() if not is_slot(move.channel)], self.options
         assert len(moves) <= options.moves_per_plan_max, f"a plan of {len(moves)} moves"
-        for server in self.servers:
-            leaving = sum(server in move.left for move in moves)
-            coming = sum(server in move.joined for move in moves)
-            assert max(leaving, coming) <= options.moves_per_server_max, f"{server}: {leaving} leave, {coming} come"
+        leaving = Counter(server for move in moves for server in move.left)
+        coming = Counter(server for move in moves for server in move.joined)
+        for server in leaving | coming:
+            most = max(leaving[server], coming[server])
+            assert most <= options.moves_per_server_max, f"{server}: {leaving[server]} leave, {coming[server]} come"
+        closed = self._closed
         for move in self.moves.values():
-            closed = self.leaving & set(move.after.servers) | self._closed & move.joined
-            assert not closed, f"{move.channel!r} comes to {sorted(closed)}, which take no channels"
+            wrong = self.leaving & set(move.after.servers) | closed & move.joined
+            assert not wrong, f"{move.channel!r} comes to {sorted(wrong)}, which take no channels"
             assert self.pins.get(move.channel, move.after) == move.after, f"{move.channel!r} is pinned"
             assert move.before != move.after, f"{move.channel!r} is moved to where it is"
 

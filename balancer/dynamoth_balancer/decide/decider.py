@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache, cached_property, partial
+from typing import overload
 
 from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
@@ -31,6 +33,7 @@ from dynamoth_balancer.decide.cluster import (
 from dynamoth_balancer.decide.history import History, MadeDecision
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import pinned_names
+from dynamoth_balancer.decide.tidy import Silence, Tidy
 from dynamoth_balancer.install import book
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -50,6 +53,34 @@ HELD_MAX = 10_000
 _DECIMALS = re.compile(r"\d+\.\d+")
 
 
+class SlotLoads(Sequence[ChannelRate]):
+    """The slots of a server. Their loads are worked out when a goal asks for one: few do, and for few servers."""
+
+    def __init__(self, count: int, make: Callable[[], list[ChannelRate]]) -> None:
+        self._count = count
+        self._make = make
+
+    @cached_property
+    def _loads(self) -> list[ChannelRate]:
+        return self._make()
+
+    def __len__(self) -> int:
+        """Return how many slots there are."""
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> ChannelRate: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ChannelRate]: ...
+    def __getitem__(self, index: int | slice) -> ChannelRate | list[ChannelRate]:
+        """Return some of them, in any order."""
+        return self._loads[index]
+
+    def __iter__(self) -> Iterator[ChannelRate]:
+        """Iterate over them, in any order."""
+        return iter(self._loads)
+
+
 class Decider:
     """Asks the goals when it is time."""
 
@@ -67,8 +98,9 @@ class Decider:
         self.unreached: Sequence[Finding] = ()
         #: Since when servers that can take part have not reported often enough; None while all have.
         self._unmeasured_since: float | None = None
-        #: Whether the latest plan or step moved slots, so that more may have to move.
-        self._moves_slots = False
+        #: Whether the latest plan or step moved slots or silent channels, so that more may have to move.
+        self._goes_on = False
+        self._silence = Silence(options.silent_s)
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
@@ -128,6 +160,7 @@ class Decider:
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
         self._watch_replicas(installer, now)
+        self._silence.look(installer.plan, self._model.is_busy, now)
         is_paused = installer.plan.administration.paused
         if is_paused or next(self._changes_under_way(installer, now), None) is not None:
             return None
@@ -146,16 +179,17 @@ class Decider:
 
     def _step(self, installer: Installer, now: float) -> MadeDecision | None:
         """Return the next step of slots, if there is one; the findings are those of the latest plan."""
-        if not self._moves_slots and not any(installer.index.slots_named_at.values()):
+        if not self._goes_on and not any(installer.index.slots_named_at.values()):
             return None
         decision, _ = self._ask_goals(self._slot_goals, installer, now)
-        self._moves_slots = bool(decision.moves)
+        self._goes_on = bool(decision.moves)
         return self.history.add(replace(decision, findings=()), now) if decision.moves else None
 
     def _wait_after(self, decision: Decision, now: float) -> None:
-        """Wait after a plan, unless it moves nothing but slots."""
-        self._moves_slots = any(is_slot(move.channel) for move in decision.moves)
-        if not all(is_slot(move.channel) for move in decision.moves):
+        """Wait after a plan, unless it moves nothing but slots and silent channels."""
+        steps = [is_slot(move.channel) or move.goal == Tidy.name for move in decision.moves]
+        self._goes_on = any(steps)
+        if not all(steps):
             self.wait(now)
 
     def decide_now(self, installer: Installer, now: float) -> tuple[MadeDecision, Cluster]:
@@ -231,16 +265,12 @@ class Decider:
         figures = self._figures(installer, loads, blind, now)
         dead = self._dead_replicas(installer, now)
         draining = {server: self._left_at(server, installer) for server in installer.draining}
-        slots = {server: self._slot_rates(server, installer) for server in loads}
+        slots = {server: self._slots(server, installer) for server in loads}
         full = {server: why for server in loads if (why := self._model.why_full(server))}
-        subscriptions = {
-            server: self._model.subscriptions(server) / max(1, len(installer.index.slots_at[server]))
-            for server in loads
-        }
-        cluster = Cluster(
-            loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full, subscriptions
-        )
+        cluster = Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
+        cluster.slot_subscriptions = cache(partial(self._slot_subscriptions, installer=installer))
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
+        cluster.returning = self._silence.returning(installer.plan, now)
         return cluster
 
     def _strays(self, installer: Installer) -> list[Stray]:
@@ -277,8 +307,11 @@ class Decider:
         names = (*installer.index.named_at[server], *installer.index.slots_named_at[server])
         return [rates.get(name, ChannelRate(0.0, name)) for name in names]
 
+    def _slots(self, server: str, installer: Installer) -> SlotLoads:
+        return SlotLoads(len(installer.index.slots_at[server]), lambda: self._slot_rates(server, installer))
+
     def _slot_rates(self, server: str, installer: Installer) -> list[ChannelRate]:
-        """Return the slots of a server with their load: of channels in reports, and a share of all others."""
+        """Return the slots of a server with their load: of channels with a name, of others, and a share of the rest."""
         slots, slot_above = installer.index.slots_at[server], installer.plan.slot_above
         rest = self._model.unnamed(server) / max(1, len(slots))
         rates, cpu = dict.fromkeys(slots, rest.outgoing_bytes_per_s), dict.fromkeys(slots, rest.cpu_ratio)
@@ -287,7 +320,22 @@ class Decider:
             if slot in rates:
                 rates[slot] += load.outgoing_bytes_per_s
                 cpu[slot] += load.cpu_ratio
+        for slot, others in self._model.slots(server).items():
+            if slot in rates:
+                rates[slot] += others.outgoing_bytes_per_s
+                cpu[slot] += others.cpu_ratio
         return [ChannelRate(rate, slot, cpu[slot]) for slot, rate in rates.items()]
+
+    def _slot_subscriptions(self, server: str, installer: Installer) -> dict[bytes, float]:
+        """Return how many subscriptions each slot of a server has; those of unknown channels count evenly."""
+        slots, slot_above = installer.index.slots_at[server], installer.plan.slot_above
+        known, more = self._model.subscriptions(server)
+        subscriptions = dict.fromkeys(slots, more / max(1, len(slots)))
+        for name, count in known.items():
+            slot = name if is_slot(name) else slot_above(name)
+            if count and slot in subscriptions:
+                subscriptions[slot] += count
+        return subscriptions
 
     def rate(self, name: bytes, server: str, installer: Installer) -> ChannelRate:
         """Return the estimated load of a channel or slot at a server."""
@@ -364,6 +412,7 @@ class Decider:
 
     def _watch_replicas(self, installer: Installer, now: float) -> None:
         """Record dead servers, and the channels that should leave them when they are back."""
+        self._away_since = {id_: at for id_, at in self._away_since.items() if id_ in installer.plan.servers}
         for server in installer.plan.servers:
             if installer.copy(server).is_up:
                 self._away_since.pop(server, None)

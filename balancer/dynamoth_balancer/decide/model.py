@@ -6,6 +6,8 @@ Per server the model keeps the samples of the last ``averaging_s`` (one per repo
 A load is outgoing bytes and CPU; ``resources`` says how the CPU of a channel is estimated. Connections and memory are
 those of the latest report.
 
+Reports add up by slot what they do not name. Such a sum is kept under the name of its slot, as a channel's load is.
+
 Load on its way counts as load. When the assignment of a channel changes, its average is *attributed* to the new servers
 at once, and taken out of the samples of the old ones. From then until the channel has settled, reports about it are
 ignored at all of them: forwarding makes old and new servers send it, so it would count twice. After it has settled,
@@ -26,9 +28,11 @@ from itertools import islice, takewhile
 from types import MappingProxyType
 
 from dynamoth.plan.plan import Assignment, Mode
+from dynamoth.plan.slots import is_slot, slot_name
 from dynamoth.protocol.reports import Report
 from dynamoth_balancer.decide.cluster import ChannelFigures, ChannelRate, ServerLoad
 from dynamoth_balancer.decide.resources import (
+    DELIVERIES_PER_PUBLICATION,
     NO_LOAD,
     Bounds,
     Load,
@@ -36,7 +40,7 @@ from dynamoth_balancer.decide.resources import (
     deliveries,
     delivery_cpu_s,
 )
-from dynamoth_balancer.decide.samples import Sample, Window, rounded
+from dynamoth_balancer.decide.samples import Sample, Window
 from dynamoth_balancer.options import INTERRUPTIONS_WINDOW_S
 
 SAMPLES_MAX = 200
@@ -121,7 +125,7 @@ class _ServerModel:
 class ClusterModel:
     """Load ratios, busiest channels, and the figures of channels in the whole cluster.
 
-    Memory: (servers * samples * channels per report) * 48 bytes, and the names.
+    Memory: (servers * samples * channels per report + samples * slots) * 48 bytes, and the names.
     """
 
     def __init__(
@@ -144,6 +148,17 @@ class ClusterModel:
         self.counters: Counter[str] = Counter()
         #: The servers whose agents are blind, and why. Only ever changed in place.
         self.blind: dict[str, str] = {}
+
+    def add_server(self, server: str) -> None:
+        """Begin with a new server."""
+        self._servers[server] = _ServerModel()
+
+    def remove_server(self, server: str) -> None:
+        """Forget a server that has left the plan."""
+        for channel in list(self._servers[server].attributed):
+            self._drop(channel)
+        del self._servers[server]
+        self.blind.pop(server, None)
 
     def report(self, report: Report, now: float) -> bool:
         """Add a report; return whether it is plausible."""
@@ -209,19 +224,22 @@ class ClusterModel:
         return None if math.isinf(latest_at) else now - latest_at
 
     def _sample(self, model: _ServerModel, report: Report, now: float) -> Sample:
-        interval, columns = report.interval_s, report.columns
+        interval, columns, slots = report.interval_s, report.columns, report.slots
         channels: tuple[bytes, ...] = tuple(map(model.names.get, columns.channels, columns.channels))
         model.names = dict(zip(channels, channels, strict=True))
+        channels += tuple(map(slot_name, slots.slots))
         cpu_s = self._bounds.cpu_ratio(report.cpu_ratio) * interval
-        each_s = rounded(self._bounds.cpu_ratio(delivery_cpu_s(report)))
-        costs = [each_s * n for n in map(deliveries, columns.publications, columns.messages_sent)] if each_s else ()
+        each_s = self._bounds.cpu_ratio(delivery_cpu_s(report))
+        publications = columns.publications + slots.publications
+        sent = columns.messages_sent + slots.messages_sent
         numbers = (
-            *(columns.bytes_out, costs or [0.0] * len(channels)),
-            *(columns.publications, columns.publishers, columns.subscribers),
+            *(columns.bytes_out + slots.bytes_out, _deliveries(publications, sent), publications),
+            *(columns.publishers + (0,) * len(slots), columns.subscribers + slots.subscribers),
         )
         arrays = [array("d", column) for column in numbers]
         outgoing_bytes = report.outgoing_bytes_per_s * interval
-        return Sample(now - interval, now, interval, outgoing_bytes, cpu_s, each_s, channels, *arrays)
+        named = len(columns)
+        return Sample(now - interval, now, interval, outgoing_bytes, cpu_s, each_s, named, channels, *arrays)
 
     def _forget_old(self, model: _ServerModel, now: float) -> None:
         samples = model.window.samples
@@ -351,6 +369,14 @@ class ClusterModel:
         """Return whether the latest report of a server names a channel."""
         return channel in self._servers[server].names
 
+    def is_busy(self, server: str, channel: bytes) -> bool:
+        """Return whether a report in the average of a server shows a load of a channel, or one is on its way there."""
+        model = self._servers.get(server)
+        if model is None:
+            return False
+        known = model.window.sums.get(channel)
+        return channel in model.attributed or (known is not None and (known.outgoing_bytes or known.cpu_s) > 0)
+
     def samples(self, server: str) -> int:
         """Return how many reports are in the average of a server."""
         return len(self._servers[server].window.samples)
@@ -367,19 +393,26 @@ class ClusterModel:
         loads = [
             ChannelRate(known.outgoing_bytes / weight, channel, known.cpu_s / weight)
             for channel, known in window.sums.items()
-            if (known.outgoing_bytes or known.cpu_s) and channel not in attributed
+            if (known.outgoing_bytes or known.cpu_s) and channel not in attributed and not is_slot(channel)
         ]
         for channel in attributed:
-            load = self._channel_load(server, channel, weight)
+            load = NO_LOAD if is_slot(channel) else self._channel_load(server, channel, weight)
             if load:
                 loads.append(ChannelRate(load.outgoing_bytes_per_s, channel, load.cpu_ratio))
         return loads
+
+    def slots(self, server: str) -> dict[bytes, Load]:
+        """Return the estimated load that the channels of each slot have which are not known by name at a server."""
+        model = self._servers[server]
+        weight = model.window.weight_s
+        names = {name for name in (*model.window.sums, *model.attributed) if is_slot(name)}
+        return {name: self._channel_load(server, name, weight) for name in names}
 
     def channel_names(self, server: str) -> Set[bytes]:
         """Return the channels that are known by name at a server: by recent reports, or as they come there."""
         model = self._servers[server]
         coming = {channel for channel, attribution in model.attributed.items() if server in attribution.after}
-        return model.window.sums.keys() | coming
+        return {name for name in (*model.window.sums, *coming) if not is_slot(name)}
 
     def _channel_load(self, server: str, channel: bytes, weight: float) -> Load:
         """Return the average load of a channel at a server. ``weight``: that of its window."""
@@ -391,18 +424,31 @@ class ClusterModel:
         return load
 
     def unnamed(self, server: str) -> Load:
-        """Return the load of the channels that the latest report of a server does not name."""
+        """Return the load of channels without a name in the latest report of a server that does not say of which slot.
+
+        That is one of an earlier version. In others, what belongs to no slot is of channels that the plan names.
+        """
         model = self._servers[server]
-        if model.latest is None or model.newest is None:
+        if model.latest is None or model.newest is None or model.latest.slots:
             return NO_LOAD
         rest = model.latest.rest
         cpu_s = deliveries(rest.publications, rest.messages_sent) * model.newest.delivery_cpu_s
         return Load(rest.bytes_out, cpu_s) / model.latest.interval_s
 
-    def subscriptions(self, server: str) -> int:
-        """Return how many subscriptions the latest report of a server counts; 0 without one."""
+    def subscriptions(self, server: str) -> tuple[dict[bytes, int], int]:
+        """Return how many subscriptions each channel and slot has in the latest report of a server, and how many more.
+
+        A slot has those of its channels that have no name there. INFO counts channels with a subscriber, so there are
+        at least as many.
+        """
         latest = self._servers[server].latest
-        return 0 if latest is None else sum(latest.columns.subscribers) + latest.rest.subscribers
+        if latest is None:
+            return {}, 0
+        named = dict(zip(latest.columns.channels, latest.columns.subscribers, strict=True))
+        named.update(zip(map(slot_name, latest.slots.slots), latest.slots.subscribers, strict=True))
+        named_in_all = sum(named.values())
+        counted = sum(latest.columns.subscribers) + latest.rest.subscribers
+        return named, max(0, counted - named_in_all, latest.channels_subscribed - named_in_all)
 
     @staticmethod
     def _share(attribution: _Attribution, model: _ServerModel, weight: float) -> float:
@@ -420,12 +466,14 @@ class ClusterModel:
             return []
         latest = samples[-1]
         least, least_cpu_s = outgoing_bytes_per_s_min * latest.interval_s, cpu_ratio_min * latest.interval_s
-        loads = zip(latest.channels, latest.channel_bytes, strict=True)  # the busiest first, as reports have them
+        # The busiest first, as reports have them, and slots last.
+        loads = islice(zip(latest.channels, latest.channel_bytes, strict=True), latest.named)
         by_bytes = [channel for channel, _ in islice(takewhile(lambda load: load[1] >= least, loads), BUSY_MAX)]
         if latest.cpu_s < least_cpu_s:
             return by_bytes
-        costs = zip(latest.channels, latest.channel_cpu_s, strict=True)
-        by_cpu = [channel for channel, cpu_s in costs if cpu_s >= least_cpu_s]
+        least_deliveries = least_cpu_s / latest.delivery_cpu_s if latest.delivery_cpu_s else math.inf
+        counts = islice(zip(latest.channels, latest.deliveries, strict=True), latest.named)
+        by_cpu = [channel for channel, count in counts if count >= least_deliveries]
         return [*by_bytes, *(channel for channel in by_cpu[:BUSY_MAX] if channel not in by_bytes)]
 
     def figures(self, assignments: Mapping[bytes, Assignment]) -> list[ChannelFigures]:
@@ -477,7 +525,7 @@ def _rows(samples: Iterable[Sample], wanted: Set[bytes]) -> dict[bytes, _Row]:
         for index in [index for index, channel in enumerate(sample.channels) if channel in wanted]:
             row = rows.setdefault(sample.channels[index], _Row())
             row.outgoing_bytes_per_s += sample.channel_bytes[index]
-            row.cpu_ratio += sample.channel_cpu_s[index]
+            row.cpu_ratio += sample.deliveries[index] * sample.delivery_cpu_s
             row.publications_per_s += sample.publications[index]
             row.publishers = max(row.publishers, sample.publishers[index])
             row.subscribers += sample.subscribers[index] * sample.interval_s
@@ -517,10 +565,16 @@ def _merge(channel: bytes, assignment: Assignment, rows: Mapping[str, _Row]) -> 
 _NOTHING = _Row()
 
 
+def _deliveries(publications: Iterable[int], messages_sent: Iterable[int]) -> list[float]:
+    """Return :func:`deliveries` of each channel; written out, as a call for each takes twice as long."""
+    each = DELIVERIES_PER_PUBLICATION
+    return [each * published + sent for published, sent in zip(publications, messages_sent, strict=True)]
+
+
 def _is_plausible(report: Report) -> bool:
     return (
         INTERVAL_S_MIN <= report.interval_s <= INTERVAL_S_MAX
         and report.outgoing_bytes_per_s <= BYTES_PER_S_MAX
         and report.cpu_ratio <= CPU_RATIO_MAX
-        and sum(report.columns.bytes_out) <= BYTES_PER_S_MAX * report.interval_s
+        and sum(report.columns.bytes_out) + sum(report.slots.bytes_out) <= BYTES_PER_S_MAX * report.interval_s
     )

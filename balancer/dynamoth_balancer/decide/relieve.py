@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from dynamoth.names import in_quotes
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Finding, Move, ServerLoad, busiest_first
-from dynamoth_balancer.decide.resources import Resource
-from dynamoth_balancer.decide.worth import Worth, judge
+from dynamoth_balancer.decide.resources import NO_LOAD, Resource
+from dynamoth_balancer.decide.worth import Worth, can_be_worth_it, is_worth_moves, judge
 
 NO_FIGURES = "its agent has not seen which channels make the load: CLIENT LIST of the server shows who publishes"
 """Why nothing leaves a server whose agent has been blind from the first second on."""
@@ -24,6 +24,8 @@ OTHER_COMMANDS = (
 )
 """Why channels cannot relieve a server whose CPU an application uses for something else."""
 
+STUCK = "its channels and slots rest, are in transition, or would overload any other server: add servers"
+
 
 class Relieve:
     """Moves channels away from servers above ``load_ratio_high``, while others have room (Algorithm 2).
@@ -31,7 +33,8 @@ class Relieve:
     As published: the busiest channels of the most loaded server go to the least loaded one until ``load_ratio_safe`` is
     reached. Corrected: a channel that no other server could carry better stays, and smaller ones are tried; the least
     loaded server is the one with most room in bytes, as capacities differ. Load is that of the tighter resource: where
-    it is CPU, the channels that use most of it are the busiest.
+    it is CPU, the channels that use most of it are the busiest. And moves have a price: if all that can leave relieves
+    the server by less than ``improvement_ratio_min``, nothing is moved.
     """
 
     name = "relieve"
@@ -57,21 +60,93 @@ class Relieve:
         reason = f"{source.id} has load ratio {source.load_ratio:.2f}{of_cpu}, above {options.load_ratio_high:.2f}"
         if source.id in cluster.blind:
             reason = f"the agent of {source.id} does not see what is published there, so {source.id} is overloaded"
+        if _is_bounded(cluster, source):
+            cluster.findings.append(Finding(source.id, source.load_ratio, why_they_stay(cluster, source, ())))
+            return []
+        before = source.load_ratio
+        moves = self._move_busiest(cluster, source, reason)
+        ends_here = source.id not in cluster.blind and not _is_bounded(cluster, source)
+        gain = before - source.load_ratio
+        too_little = bool(moves) and ends_here and not is_worth_moves(gain, options)
+        if source.load_ratio > options.load_ratio_high or too_little:
+            stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
+            why = why_they_stay(cluster, source, stayed) if stayed else _why_not_channels(cluster, source)
+            if too_little:
+                why = f"what could leave would relieve it by only {gain:.3f}, not worth the moves; {why}"
+                cluster.give_up(moves)
+                moves = []
+            cluster.findings.append(Finding(source.id, source.load_ratio, why))
+            if not _is_bounded(cluster, source):
+                cluster.unrelieved.add(source.id)
+        return moves
+
+    @staticmethod
+    def _move_busiest(cluster: Cluster, source: ServerLoad, reason: str) -> list[Move]:
+        options = cluster.options
         moves: list[Move] = []
         for load in busiest_first(cluster.channels(source.id), source):
             done = source.load_ratio <= options.load_ratio_safe or source.share(load.load) < options.channel_ratio_min
             if done or cluster.is_full or cluster.has_given(source.id):
                 break
             target = cluster.roomiest(source.id)
-            if target is None:
+            if target is None or not can_be_worth_it(source, target, options):
                 break
             move = cluster.move(load, source, target, reason)
             if judge(move, options) is Worth.WORTH_IT and cluster.take(move):
                 moves.append(move)
-        if source.load_ratio > options.load_ratio_high:
-            stayed = [load for load in cluster.channels(source.id) if load.channel not in cluster.moves]
-            why = why_they_stay(cluster, source, stayed) if stayed else _why_not_channels(cluster, source)
-            cluster.findings.append(Finding(source.id, source.load_ratio, why))
+        return moves
+
+
+class RelieveSlots:
+    """Moves slots away from servers above ``load_ratio_high`` that ``Relieve`` could not relieve.
+
+    Their load is that of many small channels, which move together. It goes on in steps until ``load_ratio_safe`` is
+    reached, the busiest slots first, each judged as a channel is.
+    """
+
+    name = "relieve"
+
+    def __init__(self) -> None:
+        #: The servers that give slots.
+        self._relieving: set[str] = set()
+
+    def propose(self, cluster: Cluster) -> list[Move]:
+        """Propose the next step."""
+        safe = cluster.options.load_ratio_safe
+        self._relieving |= cluster.unrelieved - cluster.blind
+        self._relieving = {
+            id_ for id_ in self._relieving & cluster.servers.keys() if cluster.servers[id_].load_ratio > safe
+        }
+        moves: list[Move] = []
+        for id_ in sorted(self._relieving):
+            given = self._relieve(cluster, cluster.servers[id_])
+            moves += given
+            if given:  # it is not stuck, whatever the goal for channels has found
+                cluster.findings[:] = [f for f in cluster.findings if (f.server, f.goal) != (id_, self.name)]
+        return moves
+
+    def permits(self, cluster: Cluster, move: Move) -> bool:
+        """Permit all: ``Relieve`` permits no move that overloads a server."""
+        return True
+
+    def _relieve(self, cluster: Cluster, source: ServerLoad) -> list[Move]:
+        options = cluster.options
+        moves: list[Move] = []
+        roomiest = cluster.roomiest(source.id)
+        if roomiest is None or not can_be_worth_it(source, roomiest, options):
+            return moves
+        loads = busiest_first(cluster.slots.get(source.id, ()), source)
+        left = sum(source.share(load.load) for load in loads)
+        for load in loads:
+            target = cluster.roomiest(source.id)
+            is_little = left < options.improvement_ratio_min  # all that have not been looked at
+            if source.load_ratio <= options.load_ratio_safe or target is None or is_little:
+                break
+            left -= source.share(load.load)
+            reason = f"{source.id} has load ratio {source.load_ratio:.2f}, and its busy channels do not explain it"
+            move = cluster.move(load, source, target, reason)
+            if judge(move, options) is Worth.WORTH_IT and cluster.take(move):
+                moves.append(move)
         return moves
 
 
@@ -79,15 +154,27 @@ def _why_not_channels(cluster: Cluster, source: ServerLoad) -> str:
     """Return why no channel can leave an overloaded server that has none with a load."""
     if source.id in cluster.blind:
         return NO_FIGURES
+    if 2 * source.share(sum((load.load for load in cluster.slots.get(source.id, ())), NO_LOAD)) > source.load_ratio:
+        return STUCK
     return OTHER_COMMANDS if source.resource is Resource.CPU else "its load is not that of channels"
 
 
+def _is_bounded(cluster: Cluster, source: ServerLoad) -> bool:
+    """Return whether the bounds of a plan, and nothing else, end the relief of a server."""
+    if cluster.is_full or cluster.has_given(source.id):
+        return True
+    return all(cluster.has_taken(server.id) for server in cluster.targets if server is not source)
+
+
 def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
-    """Return why the ``stayed`` channels (at least one) have not left an overloaded server, and the cure."""
+    """Return why the ``stayed`` channels have not left an overloaded server, and the cure.
+
+    There is at least one, unless the bounds of the plan keep them, or there is no other server.
+    """
     others = [server.id for server in cluster.targets if server is not source]
     if not others:
         return f"there is no other server that could take channels: {cluster.more_servers}"
-    if cluster.is_full or cluster.has_given(source.id) or all(map(cluster.has_taken, others)):
+    if _is_bounded(cluster, source):
         return "this plan has as many moves as one may have; the next goes on"
     if source.resource is Resource.CPU and sum(load.cpu_ratio for load in stayed) < source.cpu_ratio / 2:
         return OTHER_COMMANDS

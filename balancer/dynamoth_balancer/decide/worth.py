@@ -1,10 +1,14 @@
-"""Judges whether the move of a channel from one server to another is worth it."""
+"""Judges whether moves are worth their price.
+
+Each move has one, however small its channel is: versions of the plan at every server, and clients that subscribe anew
+and for a moment get everything twice.
+"""
 
 from __future__ import annotations
 
 import enum
 
-from dynamoth_balancer.decide.cluster import Move
+from dynamoth_balancer.decide.cluster import Move, ServerLoad
 from dynamoth_balancer.options import BalancerOptions
 
 
@@ -27,3 +31,15 @@ def judge(move: Move, options: BalancerOptions) -> Worth:
     smaller_by_margin = target.after <= source.before - options.improvement_ratio_min
     smaller = max(source.after, target.after) < max(source.before, target.before)
     return Worth.WORTH_IT if smaller_by_margin and smaller else Worth.GAINS_LITTLE
+
+
+def can_be_worth_it(source: ServerLoad, target: ServerLoad, options: BalancerOptions) -> bool:
+    """Return whether any channel, however small, may be worth a move; False spares judging all of them."""
+    ratio = target.load_ratio
+    much_better = ratio <= source.load_ratio - options.much_better_ratio
+    return (much_better or ratio <= options.accept_ratio) and ratio <= source.load_ratio - options.improvement_ratio_min
+
+
+def is_worth_moves(gain: float, options: BalancerOptions) -> bool:
+    """Return whether lowering the load ratio of a server by ``gain`` is worth all the moves that do it."""
+    return gain >= options.improvement_ratio_min

@@ -75,6 +75,15 @@ class Agents:
     def __getitem__(self, server: str) -> Agent:
         return self._agents[server]
 
+    def add(self, server: str) -> None:
+        """Begin with a new server."""
+        self._agents[server] = Agent()
+
+    def remove(self, server: str) -> None:
+        """Forget the agent of a server that has left the plan."""
+        del self._agents[server]
+        self._noted.discard(server)
+
     def hear(self, server: str, incarnation: int, now: float) -> bool:
         """Record a sign of life; return whether the process is new."""
         agent = self._agents[server]

@@ -12,6 +12,7 @@ from dynamoth.plan.plan import TAKEOVER_VERSIONS, Assignment, Entry, Mode, Plan,
 from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.control import PlanChange, pack_control
 from dynamoth.protocol.stored_plan import header_fields, write_delta
+from dynamoth_balancer.install.folding import is_folded
 
 HISTORY_MAX = 64
 """A server that is more versions behind gets the whole plan instead of a change."""
@@ -81,6 +82,11 @@ class PlanIndex:
             added = PlanIndex(plan, new)
             self.named_at |= added.named_at
             self.slots_named_at |= added.slots_named_at
+
+    def forget(self, channels: Iterable[bytes]) -> None:
+        """Take channels out that have no entry of their own any more. They were not replicated."""
+        for names in self.named_at.values():
+            names.difference_update(channels)
 
     def update(self, changed: Mapping[bytes, Entry]) -> None:
         """Take the new entries of some channels in."""
@@ -153,8 +159,16 @@ class PlanBook:
         self._steps.append(_Step(delta, new_channels + header_fields(plan) - header_fields(old)))
         self._changes.clear()
 
+    def replace(self, plan: Plan) -> None:
+        """Begin the next version, from which entries are missing: every copy is written as a whole."""
+        self.plan = plan
+        self._steps.clear()
+        self._changes.clear()
+
     def take_in(self, stranger: Plan, version: int) -> dict[bytes, Entry]:
         """Merge a copy that another balancer left; return its entries that are newer than ours.
+
+        Not its servers and administration: what most servers store of these was read at the takeover.
 
         If there are any, or if its version is not below ours, the plan continues with ``version``, which must be above
         both.
@@ -164,14 +178,15 @@ class PlanBook:
 
         """
         mine = self.plan.entries
-        newer = {channel: entry for channel, entry in stranger.entries.items() if entry.newer_than(mine.get(channel))}
+        newer = {
+            channel: entry
+            for channel, entry in stranger.entries.items()
+            if entry.newer_than(mine.get(channel)) and not is_folded(channel, entry, mine)
+        }
         newer_rules = stranger.compatibility.version > self.plan.compatibility.version
-        newer_administration = stranger.administration.version > self.plan.administration.version
-        if newer or newer_rules or newer_administration or stranger.version >= self.plan.version:
+        if newer or newer_rules or stranger.version >= self.plan.version:
             plan = self.plan.with_entries(newer, version)
             plan = plan.following(stranger.compatibility) if newer_rules else plan
-            if newer_administration:
-                plan = plan.listing(plan.servers.values(), stranger.administration)
             self.advance(plan, newer)
         self._known.add(stranger.version)
         return newer
@@ -207,6 +222,10 @@ def same_content(one: Plan, other: Plan) -> bool:
 
 
 def merge_entries(one: Mapping[bytes, Entry], other: Mapping[bytes, Entry]) -> Mapping[bytes, Entry]:
-    """Return the newest entry of each channel that either mapping names."""
-    newer = {channel: entry for channel, entry in other.items() if entry.newer_than(one.get(channel))}
+    """Return the newest entry of each channel that either mapping names, unless it was folded in ``one``."""
+    newer = {
+        channel: entry
+        for channel, entry in other.items()
+        if entry.newer_than(one.get(channel)) and not is_folded(channel, entry, one)
+    }
     return MappingProxyType({**one, **newer})

@@ -54,12 +54,20 @@ class Claim:
         self.seen = floor
         #: The term that is claimed; 0 before the first attempt.
         self.term = 0
+        #: All terms that were claimed here: after a reconnect a server shows them.
+        self._claimed: set[int] = set()
 
     @property
     def is_granted(self) -> bool:
         """Whether more than half of the servers have granted the term."""
         granted = sum(each.is_granted and each.claimed == self.term for each in self._answers.values())
         return granted > len(self._servers) // 2
+
+    @property
+    def highest_granted(self) -> int:
+        """The highest term that a server had granted to somebody else; 0 for none."""
+        terms = {each.term or 0 for each in self._answers.values()}
+        return max(terms - self._claimed, default=0)
 
     def problems(self) -> dict[str, str]:
         """Return the answers of the servers that refuse the commands."""
@@ -110,6 +118,7 @@ class Claim:
             return []
         if not self.term or self.seen >= self.term:
             self.term = self.seen + TAKEOVER_VERSIONS
+            self._claimed.add(self.term)
         sends: list[Send] = []
         for server, each in self._answers.items():
             is_due = each.claimed != self.term or (not each.is_granted and now >= each.retry_at)

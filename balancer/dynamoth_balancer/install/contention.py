@@ -1,33 +1,40 @@
-"""Watches a balancer that waits for the lease, and ends it where another one is at work."""
+"""Watches a balancer that waits for the lease, and ends it where another one is at work.
+
+It reads which servers the stored plans list: whoever wants to lead needs the lease of those.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dynamoth.errors import AlreadyRunning, MalformedMessage
 from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.lease import Lease
-from dynamoth_balancer.install.recovery import some_of
+from dynamoth_balancer.install.recovery import Copy, listing_of
 
 NOTED_AFTER_S = 0.5
 """A start that takes no longer than this is not worth a line in the log."""
 
 HEADERS_INTERVAL_S = 5.0
-"""How often the servers of the stored plan are compared with the configured ones."""
+"""How often it is read which servers the plan lists."""
+
+LISTING_S = 1.0
+"""More than half of the servers have this time to say which servers the plan has."""
 
 TAG = "contention"
 
 
 class Contention:
-    """Watches how a balancer waits for its lease, and whether it could lead with its configuration.
+    """Watches how a balancer waits for its lease.
 
     Args:
         lease: the lease.
-        servers: the ids of the configured servers.
+        servers: the servers of the plan by id, as far as known; kept up to date by the owner.
         down: the servers that cannot be reached, and why; kept up to date by the owner.
         patience_s: longer than an unrenewed lease lasts: a balancer that has held it for longer is alive.
         standby: whether to go on waiting while another balancer is at work.
@@ -35,7 +42,7 @@ class Contention:
     """
 
     def __init__(
-        self, lease: Lease, servers: Collection[str], down: Mapping[str, str], patience_s: float, *, standby: bool
+        self, lease: Lease, servers: Mapping[str, Server], down: Mapping[str, str], patience_s: float, *, standby: bool
     ) -> None:
         self._lease = lease
         self._servers = servers
@@ -46,41 +53,55 @@ class Contention:
         #: The latest reasons in the log why the lease is not held.
         self._noted: dict[str, Any] = {}
         self._read_at = math.inf
-        #: Whether a server has answered since this balancer began to wait.
-        self._has_compared = False
-        #: By server, the servers in its stored plan that are not configured. No value is empty.
-        self._unlisted: dict[str, list[str]] = {}
+        #: The headers that were read since this balancer began to wait; None where there is none.
+        self._headers: dict[str, Copy | None] = {}
 
     def begin(self, now: float) -> None:
         """Begin to wait for the lease."""
         self._since = self._read_at = now
         self._noted = {}
-        self._has_compared = False
-        self._unlisted = {}
+        self._headers = {}
 
     def read_headers(self, servers: Collection[str], now: float) -> list[Send]:
         """Read, now and then, which servers the stored plans list, at the servers that can be reached."""
         if now < self._read_at or not servers:
             return []
         self._read_at = now + HEADERS_INTERVAL_S
-        return [Send(server, READ_HEADER, (TAG,)) for server in servers]
+        return [self.read(server) for server in servers]
+
+    def read(self, server: str) -> Send:
+        """Read which servers the plan lists that one server stores."""
+        return Send(server, READ_HEADER, (TAG,))
 
     def on_header(self, server: str, reply: Any, run_id: str | None) -> None:
-        """Compare the servers of a stored plan with the configured ones."""
+        """Keep the header of a stored plan."""
         try:
             header = None if isinstance(reply, ErrorReply) else parse_header(reply, run_id)
         except MalformedMessage:  # the balancer that leads reports it, and writes it again
             header = None
-        listed = header.plan.servers.keys() if header is not None and header.believed else set[str]()
-        self._has_compared = True
-        self._unlisted.pop(server, None)
-        if unlisted := sorted(listed - set(self._servers)):
-            self._unlisted[server] = unlisted
+        self._headers[server] = None if header is None else Copy(server, header.plan, header.believed)
+
+    def link_down(self, server: str) -> None:
+        """Forget the header of a server that cannot be reached."""
+        self._headers.pop(server, None)
+
+    def listing(self, up: Iterable[str], virtual_nodes: int, now: float) -> Plan | None:
+        """Return the header with the servers that the plan has; None while that is not known.
+
+        ``up`` are the connected servers, among them configured ones that the plan may not list. The headers of more
+        than half of the listed servers decide. Without so many, perhaps as most have left, the others do after a while.
+        """
+        known = sum(server in self._headers for server in self._servers)
+        is_early = 2 * known <= len(self._servers) and now - self._since < LISTING_S
+        if is_early or any(server not in self._headers for server in up):
+            return None
+        headers = [header for header in self._headers.values() if header is not None]
+        return listing_of(list(self._servers.values()), headers, virtual_nodes)
 
     @property
     def stands_by(self) -> bool:
         """Whether another balancer holds the lease, and this one may wait for it, and could replace it."""
-        return self._standby and bool(self._lease.others()) and self._has_compared and not self._unlisted
+        return self._standby and bool(self._lease.others()) and bool(self._headers)
 
     def look(self, now: float) -> list[Note]:
         """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""
@@ -103,12 +124,6 @@ class Contention:
     def reason(self) -> str:
         """Return in words what keeps the lease from us; empty where nothing does, so that the next attempt gets it."""
         reasons: list[str] = []
-        if self._unlisted:  # one of them will do: the others say the same
-            server, unlisted = next(iter(self._unlisted.items()))
-            reasons.append(
-                f"the plan stored at {server} lists {some_of(unlisted)}, which the configuration of this balancer does"
-                " not: it cannot take over if they are used; give all balancers the same list of servers"
-            )
         if others := self._lease.others():
             text = "another balancer holds it at {}; if that one was killed, the lease expires by itself"
             reasons.append(text.format(", ".join(others)))
@@ -127,5 +142,4 @@ class Contention:
             "held_by_others": self._lease.others(),
             "refused": self._lease.problems(),
             "unreachable": dict(self._down),
-            "not_configured": dict(self._unlisted),
         }

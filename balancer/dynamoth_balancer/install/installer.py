@@ -17,7 +17,7 @@ from a process that is gone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from dynamoth_balancer.events import InnerAction, Note, PlanChanged, Transitions
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.book import PlanBook, PlanIndex
 from dynamoth_balancer.install.copies import CopyAction, CopyFound, PlanCopy
+from dynamoth_balancer.install.folding import Folding
 from dynamoth_balancer.install.recovery import (
     VERSIONS_IN_RESERVE,
     VERSIONS_LOST_MAX,
@@ -44,7 +45,14 @@ from dynamoth_balancer.install.recovery import (
 )
 from dynamoth_balancer.options import BalancerOptions
 
+FOLDED_RATIO_MIN = 0.05
+"""Entries are folded when they are this part of all, as every server gets the whole plan then: each of them costs some
+twenty entries that are written once more, and no more of them are ever left."""
+
 _LEAVE = "subscribers to leave"
+
+LIST_STORED_S = 0.1
+"""A new server gets no channel before most servers store the list with it, which takes about this long."""
 
 PLAIN_STAYS = " (a plain Redis client that is subscribed there stays until it ends: see CLIENT LIST TYPE pubsub)"
 """Clients of Dynamoth leave by themselves."""
@@ -88,12 +96,20 @@ class Installer:
         #: Counts the terms of this process.
         self.term = term
         self._copies = {server.id: self._new_copy(server.id) for server in servers}
+        #: Copies at servers that have left the plan. They get no later version than the one in which they did.
+        self._leaving: dict[str, PlanCopy] = {}
+        #: The servers before the latest change of the list, until most of both lists store it; and its version.
+        self._former: frozenset[str] = frozenset()
+        self._list_version = self._first_version = book.plan.version
         unused = {server.id for server in servers} - book.plan.servers_in_use
         #: Until when servers without channels get none: clients with patterns may not listen there yet.
         self._joining = dict.fromkeys(unused, now + options.join_s)
         #: The channels in transition; written only here.
         self.transitions: dict[bytes, Transition] = {}
         self._note_transitions(book.plan.entries, now)
+        #: Of the present plan.
+        self._folding = Folding(book.plan)
+        self._fold_at = now + options.fold_interval_s
         #: The plan whose index was checked.
         self._checked: Plan | None = None
         #: Whether something has happened that may complete a phase.
@@ -120,7 +136,7 @@ class Installer:
         return self.plan.administration.draining
 
     def copy(self, server: str) -> PlanCopy:
-        """Return the state of the copy at a server."""
+        """Return the state of the copy at a server of the plan."""
         return self._copies[server]
 
     @property
@@ -198,12 +214,44 @@ class Installer:
             raise RequestRefused(str(error)) from error
         jumped = self._jump()
         plan = self.plan.administered(administration, servers)
+        if plan.servers.keys() != self.plan.servers.keys():
+            self._former, self._list_version = frozenset(self.plan.servers), plan.version
         self._follow_list(plan, now)
         return [*jumped, *self._changed(plan, (), reason, now)]
 
     def stored_at(self, version: int) -> int:
         """Return how many servers store this version of the plan, or a later one."""
-        return sum(copy.version is not None and copy.version >= version for copy in self._copies.values())
+        return self._stored_among(self._copies, version)
+
+    def _stored_among(self, servers: Iterable[str], version: int) -> int:
+        copies = [copy for server in servers if (copy := self._find(server)) is not None]
+        return sum(copy.version is not None and copy.version >= version for copy in copies)
+
+    def _find(self, server: str) -> PlanCopy | None:
+        """Return the copy at a server, also at one that is leaving the plan; None where there is none."""
+        return self._copies.get(server) or self._leaving.get(server)
+
+    @property
+    def may_change_servers(self) -> bool:
+        """Whether no balancer can believe in a list that differs from ours by more than one server."""
+        return not self._former and self.is_stored(self._first_version)
+
+    def is_leaving(self, server: str) -> bool:
+        """Return whether a server has left the plan and does not store that yet."""
+        copy = self._leaving.get(server)
+        return copy is not None and (copy.version is None or copy.version < self._list_version)
+
+    def left_at(self, server: str) -> str | None:
+        """Return what of the plan still needs a server, in words; None for nothing."""
+        if (used := sum(server in transition.involved for transition in self.transitions.values())) > 0:
+            return f"{used} channels and slots are on their way from or to it: try again when they have settled"
+        if server in self.plan.compatibility.servers:
+            return "a compatibility rule names it: see 'dynamoth plan compatibility list'"
+        if server in self.plan.administration.pinned_servers:
+            return "channels are pinned there: unpin them, or pin them elsewhere"
+        if server in self.plan.servers_in_use:
+            return "channels or slots are left there: wait until 'dynamoth server list' shows nothing left there"
+        return None
 
     def _follow_list(self, plan: Plan, now: float) -> None:
         """Begin a copy at each new server of a plan, and end those at servers that have left."""
@@ -212,7 +260,9 @@ class Installer:
             self._joining[server] = now + self._options.join_s
             self.index.add(server)
         for server in self._copies.keys() - plan.servers.keys():
-            del self._copies[server]
+            copy = self._copies.pop(server)
+            if copy.is_up:
+                self._leaving[server] = copy
             self._joining.pop(server, None)
             self.versions_refused.pop(server, None)
             self.index.remove(server)
@@ -293,12 +343,19 @@ class Installer:
         return self.why_not(server, now)
 
     def joins_in(self, server: str, now: float) -> float:
-        """Return for how long a new server gets no channel yet; 0 for most servers."""
-        return max(0.0, self._joining.get(server, now) - now)
+        """Return for how long, at least, a new server gets no channel yet; 0 for most servers."""
+        is_unsettled = bool(self._former) and server not in self._former
+        return max(LIST_STORED_S if is_unsettled else 0.0, self._joining.get(server, now) - now)
 
     def is_stored(self, version: int) -> bool:
-        """Return whether more than half of the servers store a version, or a later one."""
-        return 2 * self.stored_at(version) > len(self._copies)
+        """Return whether more than half of the servers store a version, or a later one.
+
+        While the list of servers changes: more than half of the old ones, too.
+        """
+        lists: list[Collection[str]] = [self._copies]
+        if self._former and version >= self._list_version:
+            lists.append(self._former)
+        return all(2 * self._stored_among(each, version) > len(each) for each in lists)
 
     def is_dead(self, server: str, now: float) -> bool:
         """Return whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
@@ -309,7 +366,32 @@ class Installer:
         self._book.advance(plan, changed)
         self.index.update({channel: plan.entries[channel] for channel in changed})
         self.index.watch(plan, self.draining)
+        self._folding.update(plan, changed)
         return [PlanChanged(plan, reason, changed), *self.sync(now)]
+
+    def _fold(self, now: float) -> list[InnerAction]:
+        """Fold the entries of channels that are where their slots are, when enough of them have rested."""
+        ready, plan, options = self._folding.ready, self.plan, self._options
+        least = max(1.0, FOLDED_RATIO_MIN * len(plan.entries))
+        if now < self._fold_at or len(ready) < least or self._book.is_used_up:
+            return []
+        self._fold_at = now + options.fold_interval_s
+        rested, pins = now - options.plain_rest_s, plan.administration.pins
+        channels = [
+            channel
+            for channel in ready
+            if channel not in pins and self._settled_at.get(channel, self._began_at) <= rested and plan.folds(channel)
+        ]
+        if len(channels) < least:
+            return []
+        folded = plan.fold(channels)
+        slots = tuple(slot for slot, entry in folded.entries.items() if entry is not plan.entries.get(slot))
+        self._book.replace(folded)
+        self.index.forget(channels)
+        self.index.update({slot: folded.entries[slot] for slot in slots})
+        self._folding.update(folded, (*channels, *slots))
+        self.counters["channels_folded"] += len(channels)
+        return [PlanChanged(folded, f"{len(channels)} channels follow their slots again", slots), *self.sync(now)]
 
     def advance(self, now: float) -> list[InnerAction]:
         """Bring transitions into their next phase, all that can in one version of the plan."""
@@ -403,18 +485,28 @@ class Installer:
         return self._carry_out(copy, copy.sync(self._book, now), now)
 
     def link_down(self, server: str) -> None:
-        """Stop at a server; transitions that involve it wait for it."""
-        self._copies[server].link_down()
+        """Stop at a server, for good if it has left the plan; transitions that involve it wait for it."""
+        self._leaving.pop(server, None)
+        if (copy := self._copies.get(server)) is not None:
+            copy.link_down()
 
     def on_reply(self, server: str, tag: tuple[str, int, int, str], value: Any, now: float) -> list[InnerAction]:
         """Handle the reply to a command of a copy."""
-        copy = self._copies[server]
+        if (copy := self._find(server)) is None:
+            return []  # it has left the plan
         before = copy.version
         actions = self._carry_out(copy, copy.on_reply(tag, value, self._book, now), now)
         if copy.version != before:
+            self._on_stored(server, now)
+        return [*actions, *self.advance(now)]
+
+    def _on_stored(self, server: str, now: float) -> None:
+        """Note that the version of a copy has changed."""
+        if server in self._copies:
             self._due = True
             self._agents[server].asked_at = now  # it has just got the change
-        return [*actions, *self.advance(now)]
+        if self._former and self.is_stored(self._list_version):
+            self._former = frozenset()
 
     def _carry_out(self, copy: PlanCopy, actions: Iterable[CopyAction], now: float) -> list[InnerAction]:
         done: list[InnerAction] = []
@@ -431,7 +523,7 @@ class Installer:
         if not found.believed and not same_ring(found.plan, self.plan):
             note = Note("warning", "a server had loaded an old plan of another cluster; it is overwritten", details)
             return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
-        reason = why_not_ours(self._servers, self.plan, found.plan)
+        reason = why_not_ours(self.plan, found.plan)
         if reason is not None and is_of_another_cluster(found, self.plan):
             text = (
                 f"the plan stored at {found.server} is of another cluster: {reason}; delete it there"
@@ -455,6 +547,7 @@ class Installer:
         newer = self._book.take_in(found.plan, version)
         self.index.update(newer)
         self.index.watch(self.plan, self.draining)
+        self._folding.update(self.plan, newer)
         self._note_transitions(newer, now)
         copy.resume()
         details["entries_taken"] = len(newer)
@@ -469,7 +562,8 @@ class Installer:
     def sync(self, now: float) -> list[InnerAction]:
         """Bring every copy to the present plan, as far as that is possible now."""
         actions: list[InnerAction] = []
-        for copy in self._copies.values():
+        leaving = [copy for server, copy in self._leaving.items() if self.is_leaving(server)]
+        for copy in (*self._copies.values(), *leaving):
             actions += self._carry_out(copy, copy.sync(self._book, now), now)
         return actions
 
@@ -492,10 +586,12 @@ class Installer:
         assert index.replicated == self.index.replicated, "the index has the replicated channels"
         assert index.named_at == self.index.named_at, "the index has the channels at servers being drained"
         assert index.slots_named_at == self.index.slots_named_at, "and their slots"
+        assert Folding(self.plan).ready == self._folding.ready, "the channels that fold are known"
 
     def tick(self, now: float) -> list[InnerAction]:
         """Sync copies, ask silent agents, and advance transitions."""
         actions = self._jump()
+        actions += self._fold(now)
         actions += self.sync(now)
         actions += self._ask(now)
         self._due = True

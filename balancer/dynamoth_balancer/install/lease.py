@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 The lease is one key at each server that holds the balancer's incarnation and expires by itself. The balancer that holds
-it at more than half of the *configured* servers may change the plan, so there is at most one.
+it at more than half of the servers of the plan may change the plan, so there is at most one.
 
-Taking it is ``SET NX PX``, followed by ``GET``: the reply of ``GET`` decides. Servers are taken in the order of the
-configuration. Without the majority, a key is kept only while all servers before it are ours or down: so of two
+Taking it is ``SET NX PX``, followed by ``GET``: the reply of ``GET`` decides. Servers are taken in the order of their
+list. Without the majority, a key is kept only while all servers before it are ours or down: so of two
 balancers that hold half of the servers each, one lets its half expire. Renewing is ``PEXPIRE``, then ``GET``: the key
 that is read is the one that was prolonged, so "ours" means that it was ours then. A server that refuses writes (a full
 disk, missing replicas, a server that became a replica) refuses ``PEXPIRE`` and answers ``GET``: then the lease there
@@ -26,7 +26,7 @@ it has the lease when it goes on: its writes are refused then (``dynamoth.protoc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,8 @@ class Lease:
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._terms = {server: _Term() for server in servers}
-        #: How many servers must grant the lease.
-        self.majority = len(self._terms) // 2 + 1
+        #: The servers whose majority decides: those of the plan. One that is being added does not count yet.
+        self._voters = list(servers)
         #: Until when the majority is surely ours, at least.
         self._held_until = -math.inf
         self._released = False
@@ -90,9 +90,51 @@ class Lease:
         if self._released:
             return False
         if now >= self._held_until:
-            until = sorted((term.held_until for term in self._terms.values()), reverse=True)
-            self._held_until = until[self.majority - 1]
+            self._held_until = self._until(self._voters)
         return now < self._held_until
+
+    @property
+    def majority(self) -> int:
+        """How many servers must grant the lease."""
+        return len(self._voters) // 2 + 1
+
+    def _until(self, voters: Collection[str]) -> float:
+        until = sorted((self._terms[server].held_until for server in voters), reverse=True)
+        return until[len(voters) // 2]
+
+    # The servers.
+
+    def add(self, server: str) -> None:
+        """Take the lease at one more server, which does not count yet."""
+        self._terms[server] = _Term()
+
+    def would_hold(self, voters: Collection[str], now: float) -> bool:
+        """Return whether the lease is surely held at the majority of these servers."""
+        return not self._released and now < self._until(voters)
+
+    def holds_at(self, server: str, now: float) -> bool:
+        """Return whether the lease is surely held at one server."""
+        return now < self._terms[server].held_until
+
+    def why_not(self, server: str) -> str:
+        """Return in words why a server does not grant the lease, as far as known."""
+        term = self._terms.get(server)
+        if term is None or term.other is None:
+            return "it has not answered" if term is None or not term.problem else term.problem
+        return "another balancer holds it there, as that server belongs to another cluster, or did a moment ago"
+
+    def vote(self, voters: Sequence[str]) -> None:
+        """Count these servers from now on."""
+        self._terms = {server: self._terms.get(server) or _Term() for server in (*voters, *self._terms)}
+        self._voters = list(voters)
+        self._held_until = -math.inf
+
+    def drop(self, server: str) -> list[Send]:
+        """Forget a server that does not count; give the lease back there."""
+        term = self._terms.pop(server, None)
+        if term is None or not term.up or term.held_until == -math.inf:
+            return []
+        return [Send(server, (b"DEL", BALANCER_LEASE_KEY), (TAG, "released"))]
 
     def others(self) -> dict[str, str]:
         """Return, per server where another balancer holds the lease, that one's incarnation."""
@@ -195,7 +237,9 @@ class Lease:
 
     def on_reply(self, server: str, what: str, value: Any, now: float) -> list[Send]:
         """Handle the reply to a command whose tag is ``(TAG, what)``."""
-        term = self._terms[server]
+        term = self._terms.get(server)
+        if term is None:  # it was dropped
+            return []
         if what in ("set", "prolonged"):
             term.problem = str(value) if isinstance(value, Exception) else ""
             return []

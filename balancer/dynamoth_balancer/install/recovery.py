@@ -4,9 +4,13 @@ Each copy is the plan as some balancer wrote it, at some time. For each channel 
 of all copies is right: every phase follows from what is stored, and a newer one only began because everything it needs
 was stored.
 
+The list of servers, and what administrators have decided, come from the newest copy (:func:`listing_of`): a list is
+done when most servers of the old and of the new one store it, and then every balancer reads one of these. The
+configuration only has the servers of a new cluster. An older copy may name servers that have left since: the newest
+copy has newer entries then.
+
 A copy that no balancer of ours can have written is reported, not used, and overwritten: its ring is not that of most
-copies, or its channels are at servers that are not configured, or its version leaves no room for others. Servers that
-are only listed come from our configuration, whatever copies say.
+copies, or it names servers that are not listed, or its version leaves no room for others.
 
 The new plan's version is far above those found: a predecessor may have written newer versions where we cannot read now,
 or its last writes may still be on their way. So no epoch has two meanings.
@@ -15,12 +19,12 @@ or its last writes may still be on their way. So no epoch has two meanings.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dynamoth.errors import ConfigError
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import EPOCH_MAX, TAKEOVER_VERSIONS, Plan, Server
+from dynamoth.plan.plan import EPOCH_MAX, TAKEOVER_VERSIONS, Entry, Plan, Server
 from dynamoth.plan.ring import VIRTUAL_NODES
 from dynamoth_balancer.install.book import merge_entries
 
@@ -41,6 +45,8 @@ class Copy:
     server: str
     plan: Plan
     believed: bool
+    #: Copies with a lower rank are newer, whatever their versions: 0 for the balancer's own if no other has led since.
+    rank: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,31 @@ class Conflict:
     reason: str
 
 
+def listing_of(listed: Sequence[Server], headers: Sequence[Copy], virtual_nodes: int) -> Plan | None:
+    """Return the header with the list of servers that is right; None without headers of one cluster.
+
+    Of the newest version, the list that most servers store: others of this version are forged.
+
+    Args:
+        listed: the servers of the present list, or of the configuration. It is right where as many store others.
+        headers: one for each server that stores a plan; entries do not matter.
+        virtual_nodes: those of the ring of plan 0.
+
+    """
+    known = [each for each in headers if each.server in each.plan.servers or each.server in each.plan.base]
+    try:
+        usable, _ = _of_one_cluster(listed, known, virtual_nodes)
+    except ConfigError:  # it is reported when the copies are read
+        return None
+    newest = max((each.plan.version for each in usable), default=-1)
+    plans = [each.plan for each in usable if each.plan.version == newest]
+    votes = Counter(frozenset(plan.servers) for plan in plans)
+    own = frozenset(server.id for server in listed)
+    return max(plans, key=lambda plan: (votes[frozenset(plan.servers)], frozenset(plan.servers) == own), default=None)
+
+
 def recover(
-    configured: Sequence[Server],
+    listed: Sequence[Server],
     copies: Iterable[Copy],
     *,
     is_complete: bool,
@@ -63,36 +92,61 @@ def recover(
     """Return the plan to continue with, the copies that it was made from, and those left out.
 
     Args:
-        configured: the servers of our configuration. One that no copy knows is listed in the plan, but is no part of
-            the ring.
-        copies: all copies found; none makes plan 0, with the ring over all configured servers.
+        listed: the servers of the plan, as ``listing_of`` has them; those of the configuration in a new cluster.
+        copies: all copies found; none makes plan 0, with the ring over all these servers.
         is_complete: False when some server could not be read, or one has granted a term before.
         first: the first version of the balancer's term.
         virtual_nodes: for the ring of plan 0.
         rules: the compatibility rules of plan 0; a stored plan has its own.
 
     Raises:
-        ConfigError: the copies are of different clusters, or all usable ones need a server that is not configured.
+        ConfigError: the copies are of different clusters.
 
     """
-    usable, conflicts = _of_one_cluster(configured, list(copies), virtual_nodes)
-    if not usable:
-        plan = Plan.initial(configured, virtual_nodes, Compatibility(0, rules))
+    by_id = {server.id: server for server in listed}
+    usable, conflicts = _of_one_cluster(listed, list(copies), virtual_nodes)
+    usable.sort(key=lambda copy: (copy.rank, -copy.plan.version, copy.plan.servers.keys() != by_id.keys()))
+    entries: Mapping[bytes, Entry] = {}
+    taken: list[Copy] = []
+    for copy in usable:  # the newest one first
+        if (reason := _why_left_out(copy.plan, by_id, taken, entries)) is not None:
+            conflicts.append(Conflict(copy.server, reason))
+            continue
+        entries = merge_entries(entries, copy.plan.entries)
+        taken.append(copy)
+    if not taken:
+        plan = Plan.initial(listed, virtual_nodes, Compatibility(0, rules))
         return plan if is_complete else replace(plan, version=first), [], conflicts
-    usable, left_out = _without_strange_servers(configured, usable)
-    newest = max(usable, key=lambda copy: copy.plan.version).plan
-    entries = newest.entries
-    for copy in usable:
-        if copy.plan is not newest:
-            entries = merge_entries(entries, copy.plan.entries)
+    newest = taken[0].plan
     version = max(first, version_after(newest.version))
-    by_id = {server.id: server for server in configured}
-    compatibility = max((copy.plan.compatibility for copy in usable), key=lambda rules: rules.version)
-    administration = max((copy.plan.administration for copy in usable), key=lambda decided: decided.version)
-    if gone := administration.draining - by_id.keys():  # it was drained, and taken out of the configuration
-        administration = replace(administration, version=version, draining=administration.draining - gone)
+    compatibility = max((copy.plan.compatibility for copy in taken), key=lambda rules: rules.version)
+    administration = newest.administration.fitting(by_id, version)
     plan = Plan(version, by_id, newest.base, entries, newest.virtual_nodes, compatibility, administration)
-    return plan, usable, [*conflicts, *left_out]
+    return plan, taken, conflicts
+
+
+def _why_left_out(
+    plan: Plan, listed: Collection[str], taken: Sequence[Copy], entries: Mapping[bytes, Entry]
+) -> str | None:
+    """Return why a copy cannot be used besides those that are taken, whose entries are given; None when it can."""
+    if any(copy.plan.version == plan.version and copy.plan.servers.keys() != plan.servers.keys() for copy in taken):
+        more = sorted(plan.servers.keys() - set(listed))
+        return f"it has the version of other copies, and lists other servers: {some_of(more) or 'fewer'}"
+    used = servers_of(newer_entries(plan, entries)) if taken else plan.servers_in_use
+    if strange := sorted((used | plan.compatibility.servers) - set(listed)):
+        return f"its channels are at servers that the plan does not list: {some_of(strange)}"
+    return None
+
+
+def newer_entries(plan: Plan, entries: Mapping[bytes, Entry]) -> dict[bytes, Entry]:
+    """Return the entries of a plan that are newer than these."""
+    return {channel: entry for channel, entry in plan.entries.items() if entry.newer_than(entries.get(channel))}
+
+
+def servers_of(entries: Mapping[bytes, Entry]) -> frozenset[str]:
+    """Return the servers that entries name."""
+    routes = {route.assignment for entry in entries.values() for route in entry.live_routes}
+    return frozenset(server for assignment in routes for server in assignment.servers)
 
 
 def version_after(version: int) -> int:
@@ -110,46 +164,19 @@ def is_used_up(version: int) -> bool:
     return version + TAKEOVER_VERSIONS > EPOCH_MAX - VERSIONS_IN_RESERVE
 
 
-def _without_strange_servers(configured: Sequence[Server], copies: list[Copy]) -> tuple[list[Copy], list[Conflict]]:
-    """Leave out copies that use servers which are not configured, if others do not.
-
-    If all do, a server in use was taken out of the configuration: that is refused. Servers that a copy lists and does
-    not use are left out of it.
-    """
-    known = {server.id for server in configured}
-    strange = {id(copy): sorted(copy.plan.servers_in_use - known) for copy in copies}
-    usable = [copy for copy in copies if not strange[id(copy)]]
-    if not usable:
-        raise ConfigError(
-            f"the plan stored at {copies[0].server} uses {some_of(strange[id(copies[0])])}, which the configuration"
-            " does not list: put them back into the list of servers, and drain them before you remove them"
-        )
-    conflicts = [
-        Conflict(copy.server, f"its channels are at servers that are not configured: {some_of(strange[id(copy)])}")
-        for copy in copies
-        if strange[id(copy)]
-    ]
-    conflicts += [
-        Conflict(copy.server, f"it lists servers that are not configured: {some_of(listed)}")
-        for copy in usable
-        if (listed := sorted(set(copy.plan.servers) - known))
-    ]
-    return usable, conflicts
-
-
 def some_of(names: Sequence[str]) -> str:
     """List some names, which may be hostile, in an error text."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(f"{name:.64}" for name in names[:NAMED_MAX]) + more
 
 
-def why_not_ours(configured: Sequence[Server], plan: Plan, found: Plan) -> str | None:
+def why_not_ours(plan: Plan, found: Plan) -> str | None:
     """Return why a copy that was found later cannot be from a balancer of ours; None when it can."""
-    known = {server.id for server in configured}
     if not same_ring(found, plan):
         return f"its ring is over {some_of(found.base)}, ours over {some_of(plan.base)}"
-    if strange := sorted(found.servers_in_use - known):
-        return f"its channels are at servers that are not configured: {some_of(strange)}"
+    used = servers_of(newer_entries(found, plan.entries)) | found.compatibility.servers
+    if strange := sorted(used - plan.servers.keys()):
+        return f"its channels are at servers that the plan does not list: {some_of(strange)}"
     if is_used_up(found.version):
         return f"it has the impossible version {found.version}"
     return None
@@ -174,7 +201,7 @@ def same_header(one: Plan, other: Plan) -> bool:
 
 
 def _of_one_cluster(
-    configured: Sequence[Server], copies: list[Copy], virtual_nodes: int
+    listed: Sequence[Server], copies: list[Copy], virtual_nodes: int
 ) -> tuple[list[Copy], list[Conflict]]:
     """Choose the copies with the right ring: that of most copies that a balancer has written.
 
@@ -191,7 +218,7 @@ def _of_one_cluster(
     votes = Counter(_ring(copy.plan) for copy in believed)
     (first, most), *others = votes.most_common()
     tied = [first, *(ring for ring, count in others if count == most)]
-    expected = (frozenset(server.id for server in configured), virtual_nodes)
+    expected = (frozenset(server.id for server in listed), virtual_nodes)
     if len(tied) > 1 and expected not in tied:
         one, other = (next(copy for copy in believed if _ring(copy.plan) == ring) for ring in tied[:2])
         raise ConfigError(

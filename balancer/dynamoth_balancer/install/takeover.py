@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamoth.errors import ConfigError, MalformedMessage, OlderPlan
@@ -19,7 +19,7 @@ from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader,
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.claim import Claim
-from dynamoth_balancer.install.recovery import Conflict, Copy, recover, same_header
+from dynamoth_balancer.install.recovery import Conflict, Copy, listing_of, recover, same_header
 
 TAG = "takeover"
 
@@ -66,15 +66,18 @@ class Takeover:
         wait_s: float,
         virtual_nodes: int,
         own: Plan | None = None,
+        own_term: int = 0,
         rules: tuple[CompatibilityRule, ...] = (),
     ) -> None:
         """Begin; the owner calls ``link_up`` for each link that is up.
 
-        ``own`` is the plan of an earlier term of this process: the servers may have lost it since, it has not.
+        ``own`` is the plan of an earlier term of this process, ``own_term``: the servers may have lost it since, it has
+        not.
         ``term`` counts the terms of this process.
         ``rules`` are the compatibility rules of a new cluster.
         """
         self._own = own
+        self._own_term = own_term
         self._rules = rules
         self._servers = servers
         self._term = term
@@ -180,12 +183,29 @@ class Takeover:
             sends.append(self._send(server, "whole"))
         return sends or None
 
+    @property
+    def _own_is_newest(self) -> bool:
+        """Whether no other balancer has led since the plan of this process."""
+        own = self._own
+        is_last = own is not None and self._claim.highest_granted <= self._own_term
+        return own is not None and is_last and own.servers.keys() == self._found.keys()
+
+    def listing(self, now: float) -> Plan | None:
+        """Return the header with the servers that the plan has; None while that is not known, and in a new cluster."""
+        if self._deadline is None or (self.missing() and now < self._deadline) or self._own_is_newest:
+            return None
+        headers = [
+            Copy(server, found.header.plan, found.header.believed)
+            for server, found in self._found.items()
+            if found.header is not None
+        ]
+        return listing_of(self._servers, headers, self._virtual_nodes)
+
     def finish(self) -> tuple[PlanBook, dict[str, int], list[Conflict]]:
         """Return the plan to continue with, the versions of usable copies by server, and the conflicts.
 
         Raises:
-            ConfigError: the copies are of different clusters or of an older version, or a server that they use is not
-                configured.
+            ConfigError: the copies are of different clusters or of an older version.
 
         """
         if self._older:
@@ -193,7 +213,8 @@ class Takeover:
         complete = all(found.state is _State.KNOWN for found in self._found.values())
         copies = [self._judge(copy) for copy in self._copies]
         if self._own is not None:
-            copies.append(Copy("the balancer itself", self._own, believed=True))
+            rank = 0 if self._own_is_newest else 2
+            copies.append(Copy("the balancer itself", self._own, believed=True, rank=rank))
         plan, usable, conflicts = recover(
             self._servers,
             copies,
@@ -224,7 +245,7 @@ class Takeover:
             found.header is not None and found.header.believed and _same_copy(found.header.plan, copy.plan)
             for found in self._found.values()
         )
-        return Copy(copy.server, copy.plan, copy.believed or believed)
+        return replace(copy, believed=copy.believed or believed)
 
 
 def _damage(channels: Sequence[bytes]) -> str:

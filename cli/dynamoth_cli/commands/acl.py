@@ -35,7 +35,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "balancer": (
         *("+subscribe", "+publish", "+hset", "+hlen", "+hmget", "+hgetall", "+rename", "+del"),
-        *("+eval", "+set", "+get", "+pexpire", "+pubsub|numsub"),
+        *("+eval", "+set", "+get", "+pexpire", "+pubsub|numsub", "+pubsub|channels"),
     ),
     "client": (
         *("+subscribe", "+psubscribe", "+unsubscribe", "+punsubscribe", "+publish", "+hmget"),

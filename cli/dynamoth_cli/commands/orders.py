@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamoth_balancer.admin.standing import STORE_TIMEOUT_S
+from dynamoth_balancer.install.orders import STORE_TIMEOUT_S
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.cluster_access import access_of, add_access
 from dynamoth_cli.decisions import to_json

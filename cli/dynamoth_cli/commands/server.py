@@ -1,4 +1,4 @@
-"""``dynamoth server``: which servers the cluster has; drain one, so that it can be stopped, and take it back."""
+"""``dynamoth server``: which servers the cluster has; add one, drain one, remove one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from dynamoth_cli.admin import ask_balancer, read_header
 from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.numbers import counted
-from dynamoth_link.urls import redact
+from dynamoth_link.urls import parse_server_url, redact
 
-ANSWER_TIMEOUT_S = 10.0
-"""Longer than the balancer waits until enough servers store a change."""
+ANSWER_TIMEOUT_S = 15.0
+"""Longer than the balancer tries a new server, and then waits until enough servers store a change."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     undrain = commands.add_parser(
         "undrain", help="let a server that is being drained keep its channels, and get others"
     )
-    for each in (drain, undrain):
+    add = commands.add_parser("add", help="add a server to the plan; start 'dynamoth agent' for it, too")
+    add.add_argument("server", metavar="ID", help="a new id; never that of an earlier server")
+    add.add_argument("to", metavar="URL", help="where agents, balancer and clients reach it: redis://host:port")
+    remove = commands.add_parser(
+        "remove", help="remove a drained server that has nothing left; then it and its agent can be stopped"
+    )
+    for each in (drain, undrain, remove):
         each.add_argument("server", metavar="ID", help="id of the server, as 'list' shows it")
-    for each in (listing, drain, undrain):
+    for each in (listing, add, drain, undrain, remove):
         each.add_argument("--json", action="store_true", help="print JSON")
         add_access(each)
 
@@ -70,6 +76,8 @@ def _state(server: Mapping[str, Any]) -> dict[str, Any]:
 
 async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str, Any]:
     wanted = {"action": arguments.action, "server": arguments.server}
+    if arguments.action == "add":
+        wanted["url"] = parse_server_url(arguments.to).url()
     return await ask_balancer(access.cluster, "server", wanted, timeout_s=ANSWER_TIMEOUT_S, link=access.link)
 
 
@@ -92,8 +100,12 @@ def _words(server: Mapping[str, Any]) -> Iterator[str]:
 
 def describe_change(result: Mapping[str, Any]) -> str:
     """Return in words what was changed."""
+    server, action = result["server"], result["action"]
     if result["note"]:
-        return f"{result['server']}: {result['note']}"
-    if result["action"] == "drain":
-        return f"{result['server']} is being drained: 'dynamoth server list' shows what is left there"
-    return f"{result['server']} is not drained any more: it takes channels again, by load"
+        return f"{server}: {result['note']}"
+    return {
+        "add": f"{server} is in the plan: it gets slots when its agent reports ('dynamoth agent --server {server}')",
+        "drain": f"{server} is being drained: 'dynamoth server list' shows what is left there",
+        "undrain": f"{server} is not drained any more: it takes channels again, by load",
+        "remove": f"{server} is not in the plan any more: stop it and its agent, and take it out of the configuration",
+    }[action]

@@ -226,20 +226,30 @@ class LocalCluster:
                 raise RedisServerFailed(f"the Redis server {id_} has ended: {server.failure()}")
 
     def add_server(self) -> str:
-        """Add a server as an operator does: it and its agent are started, then the balancer with the longer list.
+        """Add a server as an operator does: it and its agent are started, and it is added to the plan. Returns its id.
 
-        ``wait_ready`` waits until the new server takes part. Returns its id.
+        ``wait_ready`` waits until all servers store that plan.
         """
         id_ = f"s{len(self.redis) + 1}"
         server = self.redis[id_] = EmbeddedRedis(password=self.password)
         server.start()
         self.capacities.append(self.capacities[-1])
         self.config_file.write_text(self._configuration())
-        self.balancer.stop()
         self.agents[id_] = self._agent(id_)
         self.agents[id_].start()
-        self.balancer.start()
+        url = f"redis://{HOST}:{server.port}"
+        self.ask_balancer("server", {"action": "add", "server": id_, "url": url})
         return id_
+
+    def remove_server(self, id_: str) -> None:
+        """Take out a drained server: the balancer gets the shorter list, then server and agent are stopped for good."""
+        self.balancer.stop()
+        del self.capacities[list(self.redis).index(id_)]
+        server = self.redis.pop(id_)
+        self.config_file.write_text(self._configuration())
+        self.balancer.start()
+        self.agents.pop(id_).stop()
+        server.stop()
 
     def log_in_as(self, users: Mapping[str, tuple[str, str]]) -> None:
         """Restart the daemons one by one as these users, which the servers know; ``url`` has that of clients then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from dynamoth.errors import MalformedMessage
 from dynamoth.names import (
@@ -20,7 +21,7 @@ from dynamoth.plan.plan import Phase, single
 from dynamoth.protocol.control import Marker, RouteNotice, unpack_control
 from dynamoth.protocol.envelope import CONTROL, is_enveloped, open_envelope
 from dynamoth_sim.cluster import Cluster
-from dynamoth_sim.faults.profiles import LEAVER, Profile
+from dynamoth_sim.faults.profiles import LEAVER, SERVERS_MIN, Profile
 from dynamoth_sim.load.clients import Client, PublisherApp
 from dynamoth_sim.load.flood import Flood
 from dynamoth_sim.world.network import SILENCE_S_MAX
@@ -96,7 +97,8 @@ class Chaos:
             "cut balancer": self._cut_balancer,
             "rival balancer": self._rival_balancer,
             "add server": self._add_server,
-            "drain server": self._drain_server,
+            "drain server": partial(self._empty_server, LEAVER),
+            "remove server": self._remove_server,
             "kill server": self._kill_server,
             "cut client": self._cut_client,
             "cut agent": self._cut_agent,
@@ -119,6 +121,8 @@ class Chaos:
             "last words": self._last_words,
         }
         #: What may happen next; "meddle" happens all the time.
+        #: The servers that are to come or to go, and what is missing, in words.
+        self._unfinished: dict[str, str] = {}
         self._faults = [faults[name] for name in profile.faults if name != "meddle"]
         self._once = [faults[name] for name in profile.once]
 
@@ -134,9 +138,7 @@ class Chaos:
 
     def unfinished(self) -> list[str]:
         """Return, in words, what was begun and is not done."""
-        if "drain server" not in self._profile.once or self._cluster.gone:
-            return []
-        return [f"{LEAVER} cannot be stopped: {self._cluster.left_at(LEAVER)} channels and slots are left there"]
+        return [f"{server} {text}" for server, text in self._unfinished.items()]
 
     def stop(self) -> None:
         """Stop: repair everything that is broken, start everything that is down, and make the network quick."""
@@ -212,27 +214,47 @@ class Chaos:
             self._until(LEASE_LOST_S + DOWN_S_MAX * self._random.random(), lambda: self._end(rival))
 
     def _add_server(self) -> None:
-        """An operator adds a server, and restarts the balancer with the longer list."""
+        """An operator starts a server, and adds it."""
         cluster = self._cluster
-        if len(cluster.servers) >= SERVERS_MAX or cluster.rival.alive:
+        if len(cluster.servers) >= SERVERS_MAX or self._unfinished:
             return
-        added = cluster.servers[cluster.add_server()]
+        added = cluster.add_server()
         if "meddle" in self._profile.faults:
-            added.meddle = self._meddle
-        cluster.restart_balancer()
+            cluster.servers[added].meddle = self._meddle
+        self._unfinished[added] = "is not added"
+        self._operate("add", added, partial(self._unfinished.pop, added))
 
-    def _drain_server(self) -> None:
-        """An operator has a server drained, and stops it for good when it is empty."""
-        self._cluster.drain(LEAVER)
-        self._world.after(LOOK_S, self._stop_if_empty)
+    def _remove_server(self) -> None:
+        """An operator removes some server."""
+        present = self._cluster.present
+        if len(present) > SERVERS_MIN and not self._unfinished:
+            self._empty_server(self._random.choice(present))
 
-    def _stop_if_empty(self) -> None:
-        if self._cluster.left_at(LEAVER) == 0:
-            self._world.after(
-                STOP_S * self._random.random(), partial(self._cluster.stop_for_good, LEAVER, orderly=True)
-            )
-        else:
-            self._world.after(LOOK_S, self._stop_if_empty)
+    def _empty_server(self, server: str) -> None:
+        """An operator has a server drained, removes it when it is empty, and stops it for good then."""
+        self._unfinished[server] = "is not empty, removed and stopped"
+        self._operate("drain", server, partial(self._operate, "remove", server, partial(self._stop_soon, server)))
+
+    def _operate(self, action: str, server: str, go_on: Callable[[], Any]) -> None:
+        """Ask for a change of a server until it is made, as an operator does, and go on then."""
+        request = self._cluster.change_server(action, server)
+
+        def look() -> None:
+            if self._cluster.is_done(request):
+                go_on()
+            elif request in self._cluster.answers:
+                self._operate(action, server, go_on)
+            else:
+                self._world.after(LOOK_S, look)
+
+        self._world.after(LOOK_S, look)
+
+    def _stop_soon(self, server: str) -> None:
+        def stop() -> None:
+            self._unfinished.pop(server)
+            self._cluster.stop_for_good(server, orderly=True)
+
+        self._world.after(STOP_S * self._random.random(), stop)
 
     @staticmethod
     def _end(process: Process) -> None:
@@ -371,7 +393,10 @@ class Chaos:
         def stop() -> None:
             if server.up:
                 server.stop()
-                self._until(DOWN_S_MAX * self._random.random(), lambda: server.start(snapshot))
+                self._until(
+                    DOWN_S_MAX * self._random.random(),
+                    lambda: None if server.id in self._cluster.gone else server.start(snapshot),
+                )
 
         self._world.after(0.5 * self._random.random() if restored else 0.0, lambda: None if self._stopped else stop())
 

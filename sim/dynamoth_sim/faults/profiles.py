@@ -164,7 +164,7 @@ LOSSY = (
     Profile("clients", ("crash client", "part client", "overflow", "pause client"), delays=DEFAULT_DELAYS),
     Profile(
         "everything",
-        (*LOSSLESS_FAULTS, *LOSSY_FAULTS, "add server", "notify", "meddle"),
+        (*LOSSLESS_FAULTS, *LOSSY_FAULTS, "add server", "remove server", "notify", "meddle"),
         interval_s=0.2,
         workload=WorkloadOptions(storm_ratio=0.2),
         forwards_max=FEW_FORWARDS,

@@ -59,7 +59,7 @@ class Administrator:
                 self._up.pop(link, None)
             case Ask():
                 self.unanswered[event.request] = (event, 0)
-                self._again_at = now + ASK_AGAIN_S
+                self._again_at = now + ASK_AGAIN_S if self._again_at is None else self._again_at
                 subscribes = [Send(link, (b"SUBSCRIBE", operator_inbox(event.request))) for link in self._up]
                 return [*subscribes, *self._ask(event.request)]
             case Tick():

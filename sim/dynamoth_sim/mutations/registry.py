@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamoth_sim.mutations import (
+    balance,
     compatibility,
     delivery,
     elastic,
@@ -23,6 +24,7 @@ CHECKS: tuple[Check, ...] = (
     *observation.CHECKS,
     *recording.CHECKS,
     *operator.CHECKS,
+    *balance.CHECKS,
     *standalone.CHECKS,
     *delivery.CHECKS,
     *compatibility.CHECKS,

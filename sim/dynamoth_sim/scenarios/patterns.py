@@ -77,10 +77,7 @@ def pattern_finds_servers(stage: Stage) -> None:
     channel = stage.channel_at("s1")
     stage.pattern_subscriber("T", PATTERN)
     publisher = stage.publisher("P", channel)
-    added = stage.cluster.add_server()
-    stage.cluster.balancer.crash()
-    stage.cluster.balancer.start()
-    stage.wait(f"{added} stores the plan", lambda: stage.cluster.stored_plan(added) is not None)
+    added = stage.add_server()
     stage.run(RESUME_S_MAX)
     stage.move(channel, added)
     stage.publish(publisher, channel, times=3)
@@ -96,7 +93,7 @@ def pattern_server_leaves(stage: Stage) -> None:
     publisher = stage.publisher("P")
     stage.move(channel, "s1")
     stage.publish(publisher, channel)
-    stage.cluster.drain("s1")
+    stage.cluster.change_server("drain", "s1")
 
     def is_empty() -> bool:
         publisher.publish(channel)

@@ -234,10 +234,7 @@ def different_rings(stage: Stage) -> None:
 
     Every plan carries the servers of the ring, apart from those that have come since.
     """
-    stage.cluster.add_server()
-    stage.cluster.balancer.crash()
-    stage.cluster.balancer.start()
-    stage.wait("s3 stores the plan", lambda: stage.cluster.stored_plan("s3") is not None)
+    stage.add_server()
     stage.run(0.3)
     channels = [b"ring%d" % number for number in range(8)]
     publishers = [stage.publisher(f"P{number}") for number in range(2)]
@@ -400,7 +397,7 @@ def third_server(stage: Stage) -> None:
 def drained(stage: Stage) -> None:
     """Case 31. A server is to be stopped, and channels of all kinds are there: busy, idle, moved there, replicated.
 
-    The configuration says so; the balancer moves all of them away under load, and lets nobody put one there.
+    An operator has it drained; the balancer moves all of them away under load, and lets nobody put one there.
     """
     busy, idle, moved = (stage.channel_at("s1", name) for name in ("busy", "idle", "moved"))
     replicated = {
@@ -415,7 +412,7 @@ def drained(stage: Stage) -> None:
     for number in range(3):
         stage.subscriber(f"S{number}", *channels, idle)
     publishers = [stage.publisher(f"P{number}") for number in range(3)]
-    stage.cluster.drain("s1")
+    stage.cluster.change_server("drain", "s1")
     for number in range(2500):
         publishers[number % 3].publish(channels[number % len(channels)])
         stage.run(0.002)

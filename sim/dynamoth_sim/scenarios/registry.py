@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamoth_sim.scenarios import (
+    balance,
     compatibility,
     delivery,
     elastic,
@@ -36,6 +37,7 @@ SCENARIOS: dict[str, Scenario] = dict(
             **elastic.SCENARIOS,
             **failover.SCENARIOS,
             **operator.SCENARIOS,
+            **balance.SCENARIOS,
             **slots.SCENARIOS,
         }.items()
     )

@@ -188,6 +188,20 @@ class Stage:
         self.subscriber("S", channel)
         return channel
 
+    def add_server(self) -> str:
+        """Start another server, and have it added to the plan. Return its id."""
+        added = self.cluster.add_server()
+        self.change_server("add", added)
+        self.wait(f"{added} stores the plan", lambda: self.cluster.stored_plan(added) is not None)
+        return added
+
+    def change_server(self, action: str, server: str) -> None:
+        """Have a server added, drained or removed, and wait until that is done."""
+        request = self.cluster.change_server(action, server)
+        self.wait(f"the balancer answers to {action} {server}", lambda: request in self.cluster.answers)
+        answer = self.cluster.answers[request]
+        self.expect(f"{action} {server} is carried out, not refused: {answer}", answer is None)
+
     # Moves.
 
     def entry(self, channel: bytes, server: str = "s1") -> Entry:

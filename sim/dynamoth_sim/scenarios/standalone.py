@@ -164,7 +164,7 @@ def plan_lost_and_larger(stage: Stage) -> None:
     stage.move(stage.channel_at("s1", "moved"), "s2")
     cluster.balancer.crash()
     stage.flush_all()
-    cluster.add_server()
+    cluster.configured.append(cluster.add_server())
     cluster.balancer.start()
     stage.run(LOOKED_S)
     stage.expect("S listens at its new home", bool(cluster.servers[added.id].subscribers(channel)), channel)

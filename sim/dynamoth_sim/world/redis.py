@@ -102,6 +102,8 @@ class RedisServer:
             b"INFO": self._info,
             b"CONFIG": lambda connection, words: {words[2]: b""},
         }
+        #: "master", or "slave" for a replica, as INFO shows it.
+        self.role = "master"
         self._started = world.now
         self.input_bytes = 0
         self.output_bytes = 0
@@ -427,6 +429,8 @@ class RedisServer:
             f"pubsub_channels:{len(self._channels)}",
             f"pubsub_patterns:{len(self._patterns)}",
             "client_output_buffer_limit_disconnections:0",
+            "# Replication",
+            f"role:{self.role}",
             "# CPU",
             f"used_cpu_sys:{cpu / 3:.6f}",
             f"used_cpu_user:{cpu:.6f}",
