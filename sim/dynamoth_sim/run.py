@@ -34,7 +34,8 @@ SETTLE_S_MAX = 8.0
 """Longest time from the last fault until every transition has settled."""
 
 DRAINED_S_MAX = 1.5 * SETTLE_S_MAX
-"""Longest time in which a server being drained becomes empty and is stopped, while faults go on."""
+"""Longest time in which a server being drained becomes empty and is stopped, after the last fault. Faults go on for
+this time, too, if it does not become empty before."""
 
 RECOVERY_S = 1.5
 """Time after that in which everything is connected, subscribed and verified again (G5: delivery resumes)."""
@@ -162,9 +163,10 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     world.at(world.now + 0.5, chaos.start)
     world.run_until(world.now + profile.work_s)
     world.run_until_true(lambda: not chaos.unfinished(), world.now + DRAINED_S_MAX)
-    violations = [Violation("settling", text, world.now) for text in chaos.unfinished()]
     chaos.stop()
     workload.stop()
+    world.run_until_true(lambda: not chaos.unfinished(), world.now + DRAINED_S_MAX)
+    violations = [Violation("settling", text, world.now) for text in chaos.unfinished()]
     violations += _settle(cluster, workload)
     for client in cluster.clients:
         for app in client.subscribers:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dynamoth.errors import PlanError
 from dynamoth.names import PLAN_KEY
+from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Phase, Plan, single
 from dynamoth.plan.slots import SLOTS, is_slot, slot_of
 from dynamoth_balancer.decide.tidy import LOOKS_MAX, SILENT_MAX, Silence
@@ -92,6 +93,18 @@ def test_whatever_was_moved_no_epoch_goes_back_and_no_old_copy_revives_an_entry(
             assert not follows or plan.entry(channel).route.assignment == before.entry(channel).route.assignment
     assert folding.ready == {name for name in plan.entries if plan.folds(name)}
     assert merge_entries(plan.entries, old.entries) == plan.entries
+
+
+def test_a_channel_with_a_rule_of_its_own_does_not_fold_until_the_rule_goes() -> None:
+    away = next(id_ for id_ in PLAN_0.base if id_ != PLAN_0.ring.home(C))
+    plan = moved(moved(PLAN_0, away, C), away, SLOT)
+    folding = Folding(plan)
+    assert folding.ready == {C}
+    ruled = plan.with_compatibility([CompatibilityRule(C, away)])
+    folding.update(ruled, ())
+    assert not folding.ready and not ruled.folds(C)
+    folding.update(ruled.with_compatibility([]), ())
+    assert folding.ready == {C}
 
 
 def test_what_another_copy_has_was_folded_only_if_the_slot_has_a_later_epoch() -> None:

@@ -59,9 +59,8 @@ def test_processes_share_the_seeds_and_outcomes_come_in_order() -> None:
     [
         (no_markers, "delays", 200, 1),
         (headers_read_once, "joining", 8, 4),
-        (absence_without_end, "leaving", 3, 3),
         (absence_without_end, "dying", 3, 3),
-        (empty_when_moves_begin, "leaving", 8, 5),
+        (empty_when_moves_begin, "leaving", 24, 5),
         (gone_in_silence, "dying", 60, 1),
     ],
 )

@@ -74,10 +74,13 @@ def test_a_server_is_drained_under_load_and_takes_no_channel(capsys: pytest.Capt
 
             def shown() -> bool:
                 code = main(["status", "--url", cluster.url])
-                return code == 0 and "! s1: it is being drained, the plan has no" in capsys.readouterr().out
+                return code == 0 and "! s1: it is drained and stopped: type" in capsys.readouterr().out
 
             until(shown, "the server that is gone for good", every_s=0.2)
             others = "dynamoth://" + ",".join(f"{HOST}:{cluster.redis[id_].port}" for id_ in ("s2", "s3"))
+            assert main(["server", "remove", "s1", "--url", others]) == 0
+            assert main(["status", "--url", others]) == 0
+            assert "! s1: it was removed from the plan: take it out of the config" in capsys.readouterr().out
             assert cluster.balancer.stop() == 0
             tables = file.read_text().split("[[cluster.servers]]")
             file.write_text("[[cluster.servers]]".join(each for each in tables if 'id = "s1"' not in each))

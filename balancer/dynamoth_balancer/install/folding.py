@@ -34,6 +34,8 @@ class Folding:
         self._by_slot: dict[bytes, set[bytes]] = {}
         #: Those that fold.
         self.ready: set[bytes] = set()
+        #: The rules that they were judged by.
+        self._compatibility = plan.compatibility
         self.update(plan, (name for name in plan.entries if not is_slot(name)))
 
     def update(self, plan: Plan, changed: Iterable[bytes]) -> None:
@@ -47,6 +49,10 @@ class Folding:
             else:
                 self._by_slot.get(slot_of(name), set()).discard(name)
                 self.ready.discard(name)
+        if plan.compatibility is not self._compatibility:
+            self._compatibility = plan.compatibility
+            for channels in self._by_slot.values():
+                self._judge(plan, channels)
 
     def _judge(self, plan: Plan, channels: Iterable[bytes]) -> None:
         for channel in channels:

@@ -231,28 +231,37 @@ class Chaos:
             self._empty_server(self._random.choice(present))
 
     def _empty_server(self, server: str) -> None:
-        """An operator has a server drained, removes it when it is empty, and stops it for good then."""
+        """An operator has a server drained. When it is empty he removes it and stops it for good, in either order."""
         self._unfinished[server] = "is not empty, removed and stopped"
-        self._operate("drain", server, partial(self._operate, "remove", server, partial(self._stop_soon, server)))
+        done = partial(self._unfinished.pop, server)
+        if self._random.random() < 0.5:
+            go_on = partial(self._operate, "remove", server, partial(self._stop_soon, server, done))
+        else:
+            stop = partial(self._stop_soon, server, partial(self._operate, "remove", server, done))
+            go_on = partial(self._when, lambda: self._cluster.left_at(server) == 0, stop)
+        self._operate("drain", server, go_on)
 
     def _operate(self, action: str, server: str, go_on: Callable[[], Any]) -> None:
         """Ask for a change of a server until it is made, as an operator does, and go on then."""
-        request = self._cluster.change_server(action, server)
+        cluster = self._cluster
+        request = cluster.change_server(action, server)
 
-        def look() -> None:
-            if self._cluster.is_done(request):
+        def answered() -> None:
+            if cluster.is_done(request):
                 go_on()
-            elif request in self._cluster.answers:
-                self._operate(action, server, go_on)
             else:
-                self._world.after(LOOK_S, look)
+                self._operate(action, server, go_on)
 
-        self._world.after(LOOK_S, look)
+        self._when(lambda: request in cluster.answers, answered)
 
-    def _stop_soon(self, server: str) -> None:
+    def _when(self, condition: Callable[[], bool], go_on: Callable[[], Any]) -> None:
+        """Look now and then whether a condition holds, and go on then."""
+        self._world.after(LOOK_S, lambda: go_on() if condition() else self._when(condition, go_on))
+
+    def _stop_soon(self, server: str, go_on: Callable[[], Any]) -> None:
         def stop() -> None:
-            self._unfinished.pop(server)
             self._cluster.stop_for_good(server, orderly=True)
+            go_on()
 
         self._world.after(STOP_S * self._random.random(), stop)
 
