@@ -217,6 +217,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             ),
         ),
     ),
+    "elasticity": Benchmark(
+        "bench.elasticity",
+        ("--small", "--json", "{file}"),
+        (
+            Figure(
+                "servers come and go, small: server-seconds, against the best fixed number: at most 1.3x",
+                _sum("ratio"),
+                at_most(1.3),
+            ),
+            Figure("the same: too few servers for at most 60 s", _sum("short_s"), at_most(60)),
+            Figure("the same: too many servers for at most 60 s", _sum("spare_s"), at_most(60)),
+        ),
+    ),
     "cluster-moves": Benchmark(
         "bench.cluster_moves",
         ("--small", "--json", "{file}"),

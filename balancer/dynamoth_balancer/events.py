@@ -10,6 +10,7 @@ from dynamoth.errors import DynamothError
 from dynamoth.machine.events import Connect, Disconnect, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.plan.plan import Plan
 from dynamoth_balancer.decide.cluster import Decision
+from dynamoth_balancer.provision.fleet import FreeServer, StartServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,29 @@ class Shutdown:
     """Event: end in an orderly way. ``Stopped`` follows within a round trip, or after ``SHUTDOWN_S_MAX``."""
 
 
-BalancerEvent = Start | LinkUp | LinkDown | Replied | Pushed | Tick | Shutdown
+@dataclass(frozen=True, slots=True)
+class ListServers:
+    """Action: ask the provisioner which servers it runs; ``ProvisionerAnswered`` has their ids."""
+
+
+ProvisionerRequest = StartServer | FreeServer | ListServers
+"""What a balancer asks its provisioner for. Each request has one answer, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProvisionerAnswered:
+    """Event: the provisioner has answered a request."""
+
+    request: ProvisionerRequest
+    #: Why it failed; empty where it did not.
+    problem: str = ""
+    #: Of the server that was started.
+    url: str = ""
+    #: Of the servers that run.
+    ids: tuple[str, ...] = ()
+
+
+BalancerEvent = Start | LinkUp | LinkDown | Replied | Pushed | Tick | ProvisionerAnswered | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +83,7 @@ class Stopped:
 BalancerNews = Note | PlanChanged | Decided | Stopped
 """The reports of a balancer to its process. A driver may ignore all but ``Stopped``."""
 
-BalancerAction = Connect | Disconnect | Send | BalancerNews
+BalancerAction = Connect | Disconnect | Send | BalancerNews | ProvisionerRequest
 
 
 @dataclass(slots=True)

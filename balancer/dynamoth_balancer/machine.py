@@ -60,9 +60,11 @@ from dynamoth_balancer.admin.status import (
 from dynamoth_balancer.decide.cluster import Move
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain, DrainSlots
-from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
+from dynamoth_balancer.decide.failover import fail_over
+from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, FAILOVER, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import Pin
+from dynamoth_balancer.decide.release import Release, ReleaseSlots
 from dynamoth_balancer.decide.relieve import Relieve, RelieveSlots
 from dynamoth_balancer.decide.replicate import Replicate
 from dynamoth_balancer.decide.spread import Spread
@@ -74,6 +76,7 @@ from dynamoth_balancer.events import (
     InnerAction,
     Note,
     PlanChanged,
+    ProvisionerAnswered,
     Shutdown,
     Stopped,
     TransitionsSettled,
@@ -87,8 +90,11 @@ from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.recovery import Conflict
+from dynamoth_balancer.install.silence import ServerSilence
 from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.provision.options import FleetOptions
+from dynamoth_balancer.provision.scaling import Scaling
 
 TICK_INTERVAL_S = 0.1
 """How often everything that waits is checked: a fifth of the shortest default timeout, and as often as copies of the
@@ -133,13 +139,20 @@ class BalancerMachine:
             all servers of a new cluster.
         incarnation: up to 63 bits, random, new with each start of the process.
         options: every threshold, interval and bound.
+        fleet: when servers are added and freed; None where no provisioner can do that.
 
     Raises:
         ConfigError: there is no server, or one is named twice; or the servers to drain are unknown, or all servers.
 
     """
 
-    def __init__(self, servers: Sequence[Server], incarnation: int, options: BalancerOptions | None = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        incarnation: int,
+        options: BalancerOptions | None = None,
+        fleet: FleetOptions | None = None,
+    ) -> None:
         ids = [server.id for server in servers]
         if not ids or len(set(ids)) != len(ids):
             raise ConfigError(f"a balancer needs servers, each named once, not: {', '.join(ids) or 'none'}")
@@ -174,11 +187,12 @@ class BalancerMachine:
         )
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
+        self._silence = ServerSilence(ids, self.options.server_dead_s)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(
             self._model,
-            (Pin(), Replicate(), Relieve(), Drain()),
-            (RelieveSlots(), DrainSlots(), Spread(), Tidy()),
+            (Pin(), Replicate(), Relieve(), Release(), Drain()),
+            (RelieveSlots(), ReleaseSlots(), DrainSlots(), Spread(), Tidy()),
             self.options,
         )
         self._records = Records(incarnation, self.options, self._hearing.reports)
@@ -188,6 +202,11 @@ class BalancerMachine:
         self._decision_refused = ""
         #: Changes of the list of servers.
         self.membership = Membership(self._leading_installer, self._lease, self._run_ids)
+        look_s = self.options.decision_interval_s
+        #: Adds and frees servers; None where no provisioner can do that.
+        self.scaling = (
+            None if fleet is None else Scaling(fleet, look_s, self._agents, self._model, self._decider, self.membership)
+        )
         self._explainer = Explainer(self._decider, self._model, self._server_status)
         self._admin = Admin(
             {
@@ -245,21 +264,23 @@ class BalancerMachine:
         return None if load is None else load.load_ratio
 
     def channels_left(self, server: str, now: float) -> int | None:
-        """Return how many channels a server being drained still has, by its reports; None while unknown."""
+        """Return how many channels a server that gives them up still has, by its reports; None while unknown."""
         installer = self._installer
-        if installer is None or server not in installer.draining or self.load_ratio(server, now) is None:
+        if installer is None or server not in installer.leaving or self.load_ratio(server, now) is None:
             return None
         return self._decider.channels_left(server, installer)
 
     def slots_left(self, server: str) -> int | None:
-        """Return how many slots a server being drained still has; None for others, and without a plan."""
-        slots = {} if self._installer is None else self._installer.index.slots_named_at
-        return len(slots[server]) if server in slots else None
+        """Return how many slots a server that gives them up still has; None for others, and without a plan."""
+        if self._installer is None or server not in self._installer.leaving | self._installer.dead:
+            return None
+        return len(self._installer.index.slots_named_at[server])
 
     def _channels_named(self, server: str) -> int | None:
-        """Return how many channels the plan names at a server being drained; None for others, and without a plan."""
-        named_at = {} if self._installer is None else self._installer.index.named_at
-        return len(named_at[server]) if server in named_at else None
+        """Return how many channels the plan names at a server that gives them up; None for others."""
+        if self._installer is None or server not in self._installer.leaving:
+            return None
+        return len(self._installer.index.named_at[server])
 
     def figures(self, now: float) -> Mapping[str, float]:
         """Return the figures of the whole cluster for the metrics; their cost does not depend on the plan's entries."""
@@ -274,6 +295,8 @@ class BalancerMachine:
             "transitions": len(transitions),
             "transition_age_seconds": now - min((each.since for each in transitions.values()), default=now),
         }
+        if self.scaling is not None:
+            figures |= self.scaling.figures()
         if self._installer is not None:
             plan = self._installer.plan
             figures |= {"plan_version": plan.version, "plan_entries": len(plan.entries)}
@@ -302,6 +325,8 @@ class BalancerMachine:
         parts = [self._admin.counters, self._model.counters]
         if self._installer is not None:
             parts.append(self._installer.counters)
+        if self.scaling is not None:
+            parts.append(self.scaling.fleet.counters)
         return sum(parts, start=Counter(self.counters))
 
     # Events.
@@ -313,8 +338,10 @@ class BalancerMachine:
         actions = self._follow_lease(now)
         match event:
             case Pushed(link, messages):
+                self._silence.hear(link)
                 actions += self._on_pushes(link, messages, now)
             case Replied(link, tag, value):
+                self._silence.hear(link)
                 actions += self._on_reply(link, tag, value, now)
             case Tick():
                 actions += self._on_tick(now)
@@ -326,6 +353,9 @@ class BalancerMachine:
                 self._contention.begin(now)
                 self._tick_at = now + TICK_INTERVAL_S
                 actions += [Connect(server.id, server.url) for server in self._servers.values()]
+            case ProvisionerAnswered():
+                if self.scaling is not None:
+                    self.scaling.on_answer(event, self._at_work, now)
             case Shutdown():
                 actions += self._on_shutdown(now)
             case _:
@@ -352,6 +382,8 @@ class BalancerMachine:
         self._model.check()
         self._decider.history.check()
         self._admin.check()
+        if self.scaling is not None:
+            self.scaling.fleet.check()
 
     @property
     def _at_work(self) -> Installer | None:
@@ -419,6 +451,7 @@ class BalancerMachine:
             self._servers[server.id] = server
             self._down_reasons[server.id] = "not connected yet"
             self._agents.add(server.id)
+            self._silence.add(server.id)
             self._model.add_server(server.id)
         self._lease.vote(list(servers))
         actions: list[BalancerAction] = [action for id_ in gone for action in self._part_with(id_, now)]
@@ -438,6 +471,7 @@ class BalancerMachine:
             record.pop(server, None)
         self._listeners.link_down(server, now)
         self._agents.remove(server)
+        self._silence.remove(server)
         self._model.remove_server(server)
         back = self._lease.drop(server)
         if self.stage is not Stage.LEADING and server in self._configured:
@@ -463,6 +497,7 @@ class BalancerMachine:
             return [self._contention.read(server)]
         if server not in self._servers:
             return [*self.membership.link_up(server, run_id)]
+        self._silence.hear(server)
         self._run_ids[server] = run_id
         self._down_reasons.pop(server, None)
         actions: list[InnerAction] = [
@@ -647,6 +682,8 @@ class BalancerMachine:
         self._installer = installer
         self._decider.begin_term(installer, now)
         self._records.begin_term(now)
+        if self.scaling is not None:
+            self.scaling.begin_term(now)
         details = {
             "version": book.plan.version,
             "entries": len(book.plan.entries),
@@ -703,6 +740,7 @@ class BalancerMachine:
         actions: list[InnerAction] = []
         if self._tick_at is None or now >= self._tick_at:
             self._tick_at = now + TICK_INTERVAL_S
+            self._silence.tick(now)
             actions += self._lease.tick(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
@@ -713,6 +751,7 @@ class BalancerMachine:
             actions += self._agents.note_changes(self._run_ids, now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
+                actions += self._fail_over(installer, now)
                 actions += installer.tick(now)
                 actions += self.membership.tick(now)
                 actions += self._decide(installer, now)
@@ -720,9 +759,17 @@ class BalancerMachine:
                     self._records.on_outcome(made)
                 self._records.tick(now)
             actions += self._look_after_health(now)
+            actions += self._scale(now)
         elif (installer := self._at_work) is not None:
             actions += installer.advance(now)
         return actions
+
+    def _scale(self, now: float) -> list[InnerAction]:
+        """Add and free servers. Comes last, as the list of servers that the other parts know follows it."""
+        installer = self._at_work
+        if self.scaling is None or installer is None or installer.plan.servers.keys() != self._servers.keys():
+            return []
+        return self.scaling.tick(installer, now)
 
     def _look_after_health(self, now: float) -> list[InnerAction]:
         """Find problems; report those that have begun and those that are over."""
@@ -748,6 +795,7 @@ class BalancerMachine:
             unreached=self._decider.unreached if leads and not self.paused else (),
             decision_refused=self._decision_refused if leads else "",
             not_listed=[id_ for id_ in self._configured if id_ not in self._servers] if leads else (),
+            fleet_problems={} if self.scaling is None or not leads else self.scaling.fleet.problems(),
         )
         return [*self.health.report(find(view, now), now)]
 
@@ -800,6 +848,28 @@ class BalancerMachine:
         made = self._decider.look(installer, now)
         return [] if made is None else self._carry_out(made, now)
 
+    def _fail_over(self, installer: Installer, now: float) -> list[InnerAction]:
+        """Give what dead servers have to others: whether the balancer is paused, and whatever else is under way."""
+        before, dead = installer.dead, self._silence.dead
+        # With half of the servers dead, the lease may last a little longer, but nothing could be stored at a majority.
+        installer.note_dead(dead if 2 * len(dead) < len(self._servers) else frozenset())
+        actions: list[InnerAction] = [
+            Note("error", "a server is dead: others take over what it has", {"server": server})
+            for server in sorted(installer.dead - before)
+        ]
+        if not installer.dead or installer.rules_rest(now) > 0:
+            return actions
+        room = self.options.transitions_max - len(installer.transitions)
+        assignments = fail_over(installer, self._model, room, now)
+        if not assignments:
+            return actions
+        self.counters["failovers"] += len(assignments)
+        reason = f"{', '.join(sorted(installer.dead))} cannot be reached"
+        try:
+            return [*actions, *self._change(assignments, reason, now, rescue=True)]
+        except RequestRefused as error:
+            return [*actions, Note("error", "nothing can be taken over", {"reason": str(error)})]
+
     def _carry_out(self, made: MadeDecision, now: float) -> list[InnerAction]:
         """Begin the moves of a decision."""
         self.counters["decisions"] += 1
@@ -823,18 +893,25 @@ class BalancerMachine:
         reason: str,
         now: float,
         moves: Mapping[bytes, Move] = NO_MOVES,
+        *,
+        rescue: bool = False,
     ) -> list[InnerAction]:
-        """Begin to change assignments, by ``moves`` or as an administrator wants. Raises RequestRefused."""
+        """Begin to change assignments: by ``moves``, to ``rescue`` channels of dead servers, or for an administrator.
+
+        Raises RequestRefused.
+        """
         installer = self._at_work
         assert installer is not None, "only a balancer that leads changes the plan"
         plan = installer.plan
         changes = {channel: (plan.entry(channel).route.assignment, after) for channel, after in assignments.items()}
-        actions = installer.begin(assignments, reason, now)
+        begin = installer.fail_over if rescue else installer.begin
+        actions = begin(assignments, reason, now)
         self._model.on_moves(changes, now, self._decider.members(filter(is_slot, changes), installer))
         self._decider.on_moves(changes, now)
         for channel, (before, after) in changes.items():
             move = moves.get(channel)
-            why = (BY_ADMINISTRATOR, reason) if move is None else (move.goal, move.reason)
+            goal = FAILOVER if rescue else BY_ADMINISTRATOR
+            why = (goal, reason) if move is None else (move.goal, move.reason)
             self._decider.history.add_move(channel, PastMove(now, before, after, *why))
         self.counters["moves_begun"] += len(changes)
         self.counters["replications_begun"] += sum(any(map(is_replicated, pair)) for pair in changes.values())
@@ -869,6 +946,7 @@ class BalancerMachine:
             "moves_begun": self.counters["moves_begun"],
             "moves_settled": self.counters["moves_settled"],
             "decisions": describe_decisions(self._decider.history.decisions, now),
+            "fleet": None if self.scaling is None else self.scaling.describe(now),
             "counters": dict(self.all_counters()),
         }
 

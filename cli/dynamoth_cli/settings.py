@@ -59,9 +59,15 @@ def add_section(parser: argparse.ArgumentParser, own_section: str, *sections: st
         )
 
 
+def config_file_of(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name of the TOML file; None for none."""
+    name: str | None = arguments.config or environment.get(CONFIG_VARIABLE)
+    return name or None
+
+
 def load_settings(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> LoadedConfig:
     """Load what the arguments, the environment and the file say. Raises ConfigError."""
-    name: str | None = arguments.config or environment.get(CONFIG_VARIABLE)
+    name = config_file_of(arguments, environment)
     given = {
         key: FlagValue(declared.flag(arguments.own_section), value)
         for key, declared in declared_settings().items()
@@ -111,13 +117,18 @@ def compatibility_rules(loaded: LoadedConfig) -> tuple[CompatibilityRule, ...]:
         raise ConfigError(f"cluster.compatibility: {error} (from {place})") from error
 
 
-def link_options(loaded: LoadedConfig, client_name: str | None = None) -> LinkOptions:
-    """Return the options of all links of a process. Raises ConfigError, also for TLS files that cannot be used."""
+def link_options(
+    loaded: LoadedConfig, client_name: str | None = None, also: Sequence[ServerAddress] = ()
+) -> LinkOptions:
+    """Return the options of all links of a process; servers in ``also`` get its credentials, too.
+
+    Raises ConfigError, also for TLS files that cannot be used.
+    """
     link = loaded.config.link
     options = LinkOptions(
         username=link.username or None,
         password=_password(loaded),
-        trust=trust_of(loaded),
+        trust=trust_of(loaded, *also),
         client_name=client_name,
         tls=TlsOptions(
             ca_file=link.tls_ca_file or None,

@@ -80,6 +80,7 @@ class DaemonProcess(ABC, Generic[_Action]):
             stopping.cancel()
             if http is not None:
                 await http.close()
+            await self.close()
             await self._driver.close()
         self._log.write(logging.INFO, f"the {self._name} has ended", exit_code=self._exit_code)
         return self._exit_code
@@ -114,6 +115,9 @@ class DaemonProcess(ABC, Generic[_Action]):
     def shut_down(self) -> None:
         """End in an orderly way, after ``stop`` was set; at once where the machine needs no time for that."""
         self.end()
+
+    async def close(self) -> None:
+        """End what the daemon does besides its machine; the machine has ended."""
 
     # Parts.
 

@@ -10,7 +10,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import CLIENTS_CHANNEL, inbox, is_user_channel, logical_channel
-from dynamoth.plan.plan import TAKEOVER_VERSIONS, Entry, Location, Phase, Plan, Route
+from dynamoth.plan.plan import Location, Plan, Route
 from dynamoth.protocol.control import (
     Announcement,
     ControlMessage,
@@ -74,6 +74,14 @@ class ClientNotices:
         self._sent: BoundedTable[tuple[int, bytes], tuple[int, float]] = BoundedTable(
             options.notified_max, options.names_bytes_max, lambda key, _: len(key[1]) + ENTRY_BYTES
         )
+        #: Slots of whose losses the listeners here do not know yet, and those for which a list was asked.
+        self._lost_slots: set[bytes] = set()
+        self._listed_slots: set[bytes] = set()
+
+    def link_down(self) -> None:
+        """Forget what was asked over the connection."""
+        self._lost_slots |= self._listed_slots
+        self._listed_slots.clear()
 
     # New routes and changed rules.
 
@@ -105,24 +113,9 @@ class ClientNotices:
 
     # Listeners after a new plan.
 
-    def ask_for_listeners(self, plan: Plan, known: Plan) -> list[DispatcherAction]:
-        """Ask who listens here, unless ``plan`` continues the ``known`` one.
-
-        Balancers never change the ring, and remove an entry only where that of the slot stands for it, with a later
-        epoch. But all servers may have lost their copies while no
-        balancer was at work: then the next one begins a new plan, and nothing else would notify listeners here of it.
-        A settled entry does not show which route it followed: after a takeover, it may be of a new plan.
-        """
-        jumped = plan.version - known.version >= TAKEOVER_VERSIONS
-
-        def is_continued(channel: bytes, before: Entry) -> bool:
-            after = plan.entry(channel)
-            if not after.may_follow(before):
-                return False
-            return not jumped or after.route == before.route or after.phase is not Phase.SETTLED
-
-        if plan.ring_mark == known.ring_mark and all(is_continued(*each) for each in known.entries.items()):
-            return []
+    @staticmethod
+    def ask_for_listeners() -> list[DispatcherAction]:
+        """Ask who listens here, as some clients may be misplaced."""
         return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_LISTENERS,))]
 
     def on_listeners(self, reply: Any, plan: Plan) -> list[DispatcherAction]:
@@ -140,21 +133,30 @@ class ClientNotices:
 
     # Losses.
 
-    @staticmethod
-    def list_slot(slot: bytes) -> list[DispatcherAction]:
+    def list_slot(self, slot: bytes) -> list[DispatcherAction]:
         """Ask who listens here, as messages of a slot's channels may not have been forwarded to this server."""
-        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_SLOT_LISTENERS, slot))]
+        self._lost_slots.add(slot)
+        return self.list_slots()
 
-    def report_loss(self, slot: bytes, reply: Any, plan: Plan) -> list[DispatcherAction]:
-        """Report to the listeners of a slot's channels here that they may have missed something."""
+    def list_slots(self) -> list[DispatcherAction]:
+        """Ask who listens here, for all slots with losses, unless a reply is outstanding: a list is long."""
+        if self._listed_slots or not self._lost_slots:
+            return []
+        self._listed_slots, self._lost_slots = self._lost_slots, set()
+        return [Send(LOCAL, (b"PUBSUB", b"CHANNELS"), (TAG_SLOT_LISTENERS,))]
+
+    def report_losses(self, reply: Any, plan: Plan) -> list[DispatcherAction]:
+        """Report to the listeners of slots' channels here that they may have missed something."""
+        slots, self._listed_slots = self._listed_slots, set()
         if isinstance(reply, ErrorReply):
             self._counters["refused_commands"] += 1
-            return []
-        return [
+            return self.list_slots()
+        actions: list[DispatcherAction] = [
             Send(LOCAL, (b"PUBLISH", channel, seal_control(LossNotice(channel, None))))
             for channel in filter(inherits, reply)
-            if plan.slot_above(channel) == slot
+            if plan.slot_above(channel) in slots
         ]
+        return [*actions, *self.list_slots()]
 
     # Requests of clients.
 

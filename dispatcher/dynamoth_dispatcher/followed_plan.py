@@ -39,6 +39,8 @@ class FollowedPlan:
         #: None until the first plan is read; never None again.
         self.plan: Plan | None = None
         self._run_id: str | None = None
+        #: The process of the server that stored ``plan``.
+        self._plan_run_id: str | None = None
         #: Whether the reply of a reading is outstanding; False while the link is down.
         self.is_reading = False
         #: When to read again; None while nothing is to be read.
@@ -76,6 +78,16 @@ class FollowedPlan:
         if plan is None:
             self.retry_at = now + self._retry_s
         return plan
+
+    def adopt(self, plan: Plan) -> None:
+        """Act on a whole plan that was stored at this server."""
+        self.plan = plan
+        self._plan_run_id = self._run_id
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the plan was stored at this server since it was started: clients may be connected since then."""
+        return self._plan_run_id == self._run_id
 
     def apply(self, delta: PlanDelta) -> bool:
         """Apply a delta; return False where it does not fit, so that the stored plan must be read."""

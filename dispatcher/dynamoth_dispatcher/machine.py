@@ -219,6 +219,7 @@ class DispatcherMachine:
         self._up = False
         self.observation.link_down()
         self._followed.link_down()
+        self._notices.link_down()
         self.transitions.link_down()
         return self.forwarder.flush()  # nothing more comes for them to wait for
 
@@ -246,9 +247,9 @@ class DispatcherMachine:
                 return [*self._notify_listeners(listened), *self._report_vacated(vacated)]
             case (tag, asked) if tag == TAG_MEMBERS:
                 return self._notify_listeners(self.transitions.on_members(asked, event.value))
-            case (tag, slots) if tag == TAG_SLOT_LISTENERS:
+            case (tag,) if tag == TAG_SLOT_LISTENERS:
                 assert self.plan is not None, "it is never given up"
-                return self._notices.report_loss(slots, event.value, self.plan)
+                return self._notices.report_losses(event.value, self.plan)
             case (tag,) if tag == TAG_LISTENERS:
                 assert self.plan is not None, "it is never given up"
                 return self._notices.on_listeners(event.value, self.plan)
@@ -263,16 +264,16 @@ class DispatcherMachine:
             return self._catch_up(now) if known else []
         actions: list[DispatcherAction] = []
         if known is None or plan.version >= known.version:
+            if known is not None:
+                actions += self._catch_up_with(known, plan, {**known.entries, **plan.entries})
             actions += self._adopt(plan, now)
             if known is None or known.compatibility != plan.compatibility:
                 actions += self._announce_rules(plan)
-            if known is not None:
-                actions += self._notices.ask_for_listeners(plan, known)
         return [*actions, *self.acknowledge(), *self._catch_up(now)]
 
     def _adopt(self, plan: Plan, now: float) -> list[DispatcherAction]:
         """Act on a whole plan."""
-        self._followed.plan = plan
+        self._followed.adopt(plan)
         actions = self.forwarder.follow(plan.servers)
         self._forget_at_rest()
         self._forwarding.clear()
@@ -283,6 +284,49 @@ class DispatcherMachine:
                 self.transitions.update(channel, entry, now)
         return actions
 
+    def _catch_up_with(self, known: Plan, plan: Plan, names: Iterable[bytes]) -> list[DispatcherAction]:
+        """Handle changes that went on without this dispatcher: its server counted as dead, or all plans were lost.
+
+        Balancers never change the ring. But all servers may have lost their copies while no balancer was at work: then
+        the next one begins a new plan, and nothing else would notify listeners here of it.
+
+        Clients may have gone on here meanwhile, unless the server was restarted: then each has verified again.
+        """
+        if not self._followed.is_of_this_process:
+            return []
+        actions: list[DispatcherAction] = []
+        is_left = plan.ring_mark != known.ring_mark
+        for name in names:
+            before, after = known.entry(name), plan.entry(name)
+            is_left = is_left or self._is_left(name, before, after)
+            if self._is_lossy(name, before, after):
+                actions += self._report_loss(name, self._elsewhere(name, after))
+        return [*self._notices.ask_for_listeners(), *actions] if is_left else actions
+
+    def _is_left(self, name: bytes, before: Entry, after: Entry) -> bool:
+        """Return whether a location here is none any more, and this dispatcher has not reported it as vacated."""
+        gone = self._here(name, before) - self._here(name, after)
+        transition = self.transitions.get(name)
+        is_vacated = before.phase is Phase.ACTIVE and transition is not None and transition.is_vacated
+        return not gone <= (before.left(name) if is_vacated else set())
+
+    def _is_lossy(self, name: bytes, before: Entry, after: Entry) -> bool:
+        """Return whether clients may use a new location to which this dispatcher has not forwarded from here."""
+        if after.phase is Phase.PREPARED or not self._here(name, before):
+            return False
+        known = {place for route in before.live_routes for place in route.locations(name)}
+        return not known.issuperset(self._elsewhere(name, after))
+
+    def _here(self, name: bytes, entry: Entry) -> set[Location]:
+        places = (place for route in entry.live_routes for place in route.locations(name))
+        return {place for place in places if place.server == self.server}
+
+    def _report_loss(self, name: bytes, locations: Iterable[Location]) -> list[DispatcherAction]:
+        notice = seal_control(LossNotice(name, None))
+        # Of a slot, the dispatchers there know which channels somebody listens to.
+        send = self.forwarder.relay if is_slot(name) else self.forwarder.forward
+        return [action for location in locations for action in send(location, notice)]
+
     def _announce_rules(self, plan: Plan) -> list[DispatcherAction]:
         """Make the publishers here read the compatibility rules, unless there never were any."""
         return self._notices.change_of_rules(plan) if plan.compatibility.version else []
@@ -290,6 +334,7 @@ class DispatcherMachine:
     def _catch_up(self, now: float) -> list[DispatcherAction]:
         """Report messages that were not observed to clients, then handle those that waited for the plan."""
         actions = self._report_blindness() if self._blind else []
+        actions += self._notices.list_slots()
         while self._backlog:
             actions += self._observed(*self._backlog.take(), now)
         return actions
@@ -298,16 +343,14 @@ class DispatcherMachine:
         self._blind = False
         actions: list[DispatcherAction] = [observation_gap(self.server)]
         for transition in self.transitions.all():
-            notice = seal_control(LossNotice(transition.channel, None))
-            if is_slot(transition.channel):  # the dispatchers there know which channels somebody listens to
+            elsewhere = self._elsewhere(transition.channel, transition.entry)
+            if is_slot(transition.channel):
                 self.transitions.note_loss(transition.channel)
-                for location in self._elsewhere(transition.channel, transition.entry):
-                    actions += self.forwarder.relay(location, notice)
+                actions += self._report_loss(transition.channel, elsewhere)
                 continue
             here = (*transition.old_here, *transition.new_here)
             forwarded_here = here if len(here) > 1 or is_relayed(transition.entry.route) else ()
-            for location in (*self._elsewhere(transition.channel, transition.entry), *forwarded_here):
-                actions += self.forwarder.forward(location, notice)
+            actions += self._report_loss(transition.channel, (*elsewhere, *forwarded_here))
         return actions
 
     def _elsewhere(self, channel: bytes, entry: Entry) -> list[Location]:
@@ -334,17 +377,18 @@ class DispatcherMachine:
                 return []
 
     def _on_change(self, change: PlanChange, now: float) -> list[DispatcherAction]:
-        delta = change.delta
+        delta, known = change.delta, self.plan
         if not self._followed.apply(delta):
             return self._followed.read()
-        actions: list[DispatcherAction] = []
+        assert known is not None and self.plan is not None, "a change was applied"
+        actions = self._catch_up_with(known, self.plan, delta.entries)
         self.transitions.plan = self.plan
         if delta.servers is not None and self.plan is not None:
             actions += self.forwarder.follow(self.plan.servers)
         if any(map(is_slot, delta.entries)):  # any channel may inherit from it
             self._forget_at_rest()
             self._forwarding.clear()
-        if delta.compatibility is not None and self.plan is not None:
+        if delta.compatibility is not None:
             self._forget_at_rest()
             self._forwarding.clear()
             actions += self._announce_rules(self.plan)

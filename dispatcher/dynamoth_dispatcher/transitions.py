@@ -67,6 +67,11 @@ class Transition:
     #: Of a member: how many losses of its slot its listeners elsewhere know of.
     losses: int = 0
 
+    @property
+    def is_vacated(self) -> bool:
+        """Whether the old locations here were reported as vacated."""
+        return self.vacated_at > float("-inf")
+
 
 class Transitions:
     """The transitions at one server, with the next notice or question of each."""
@@ -186,7 +191,7 @@ class Transitions:
             if before >= options.per_tick_max:
                 break
             if is_slot(transition.channel):
-                needs_list = not transition.listening and not self._is_vacated(transition)
+                needs_list = not transition.listening and not transition.is_vacated
                 if transition.old_here and transition.notice_at <= now and not (needs_list and self._is_listing):
                     transition.notice_at = now + options.list_interval_s
                     polls.append(transition)
@@ -203,14 +208,9 @@ class Transitions:
             self._by_channel[channel] = self._by_channel.pop(channel)
         return notices, polls
 
-    @staticmethod
-    def _is_vacated(slot: Transition) -> bool:
-        """Return whether a list has shown a slot as vacated: no list is needed any more."""
-        return slot.vacated_at > float("-inf")
-
     def vacated_again(self, transitions: Iterable[Transition], now: float) -> tuple[tuple[bytes, int], ...]:
         """Return the slots among these that are vacated, with their epochs: the report may have been lost."""
-        again = [each for each in transitions if is_slot(each.channel) and self._is_vacated(each)]
+        again = [each for each in transitions if is_slot(each.channel) and each.is_vacated]
         for each in again:
             each.vacated_at = now
         return tuple((each.channel, each.entry.route.epoch) for each in again)
@@ -223,7 +223,7 @@ class Transitions:
         slots: list[tuple[bytes, int, bool]] = []
         for each in transitions:
             epoch = each.entry.route.epoch
-            if is_slot(each.channel) and self._is_vacated(each):
+            if is_slot(each.channel) and each.is_vacated:
                 continue
             if is_slot(each.channel) and each.listening:
                 members += ((each.channel, epoch, member) for member in each.listening)

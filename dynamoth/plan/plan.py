@@ -131,8 +131,8 @@ class Route:
 class Entry:
     """The state of one channel in a plan.
 
-    ``route`` is the newest; ``previous`` holds the older routes, oldest first, that some subscriber may still follow.
-    It is empty exactly when the entry is SETTLED.
+    ``route`` is the newest; ``previous`` holds the older routes that some subscriber may still follow, the one that
+    clients have learned last at the end. It is empty exactly when the entry is SETTLED.
     """
 
     route: Route
@@ -154,6 +154,11 @@ class Entry:
         """Every route that some subscriber may follow, the newest first."""
         return (self.route, *reversed(self.previous))
 
+    def left(self, channel: bytes) -> frozenset[Location]:
+        """Return the locations that subscribers leave: the old ones that are not new as well."""
+        old = (place for route in self.previous for place in route.locations(channel))
+        return frozenset(old).difference(self.route.locations(channel))
+
     def newer_than(self, other: Entry | None) -> bool:
         """Return whether this entry supersedes ``other``: by epoch, then by phase."""
         return other is None or (self.route.epoch, self.phase) > (other.route.epoch, other.phase)
@@ -166,7 +171,7 @@ class Entry:
         """
         if self.route.epoch == known.route.epoch:
             return self.route == known.route and self.phase >= known.phase
-        begins_at = self.previous[-1].epoch if self.previous else self.route.epoch
+        begins_at = max((route.epoch for route in self.previous), default=self.route.epoch)
         return begins_at >= known.route.epoch
 
 
@@ -356,6 +361,20 @@ class Plan:
             if entry.route.assignment == assignment:
                 raise PlanError(f"channel {channel!r} is there already")
             changed[channel] = Entry(Route(epoch, assignment), Phase.PREPARED, (entry.route,))
+        return self.with_entries(changed)
+
+    def fail_over(self, assignments: Mapping[bytes, Assignment]) -> Plan:
+        """Return the next version, with a PREPARED transition for each given channel, whatever its phase is now.
+
+        Subscribers may follow any of its routes, as its servers have failed in the middle of a change.
+        """
+        epoch = self.version + 1
+        changed: dict[bytes, Entry] = {}
+        for channel, assignment in assignments.items():
+            entry = self.entry(channel)
+            newest_last = entry.phase is not Phase.PREPARED  # else clients have not learned the newest route
+            previous = (*entry.previous, entry.route) if newest_last else (entry.route, *entry.previous)
+            changed[channel] = Entry(Route(epoch, assignment), Phase.PREPARED, previous)
         return self.with_entries(changed)
 
     def activate(self, channels: Iterable[bytes]) -> Plan:

@@ -116,6 +116,9 @@ class AgentSettings(ReportSettings, HttpSettings):
     """Settings of an agent."""
 
     server: str = setting("", "id of the server that this agent sits beside")
+    standby: str = setting(
+        "", "instead of server: URL of a standby server (fleet.pool), which has an id while the plan lists it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,13 @@ class PlanningSettings:
     )
     transitions_max: int = setting(
         5000, "most channels in transition at once, including those that administrators moved", minimum=1
+    )
+    server_dead_s: float = setting(
+        3.0,
+        "a server that is silent for this time counts as dead, and others get its channels and slots; more than"
+        " commands there may take",
+        unit="s",
+        above=0,
     )
     agent_stale_s: float = setting(5.0, "an agent that is silent for this time counts as down", unit="s", above=0)
     lease_s: float = setting(
@@ -211,14 +221,53 @@ class PlanningSettings:
     replication_rest_s: float = setting(
         30.0, "least time between two changes of the replication of a channel", unit="s", minimum=0
     )
-    replica_dead_s: float = setting(
-        10.0, "a server neither reached nor heard for this time is no longer wanted as a replica", unit="s", minimum=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerSettings(PlanningSettings, HttpSettings):
     """Settings of the balancer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """When servers are added and freed by load; the balancer's fleet has these as its options.
+
+    Loads are parts of the capacity of all servers that take part. ``grow_ratio`` and ``release_ratio`` leave a gap, so
+    that a fleet that has just shrunk does not grow again at once.
+    """
+
+    servers_min: int = setting(1, "the fleet has at least this many servers that take part", minimum=1)
+    servers_max: int = setting(8, "the fleet has at most this many servers, with those that are starting", minimum=1)
+    grow_ratio: float = setting(
+        0.6, "servers are added while the load ratio of all servers together is above this", above=0
+    )
+    grow_delay_s: float = setting(3.0, "the load is above grow_ratio for this time first", unit="s", minimum=0)
+    release_ratio: float = setting(
+        0.45, "a server is released if the others, without it, have at most this load ratio together", above=0
+    )
+    release_delay_s: float = setting(60.0, "the load is so low for this time first", unit="s", minimum=0)
+    answer_timeout_s: float = setting(120.0, "a provisioner has this time to answer", unit="s", above=0)
+    join_timeout_s: float = setting(
+        60.0, "a server that was started reports its load within this time, or is given up", unit="s", above=0
+    )
+    retry_s: float = setting(
+        2.0, "time before a failed request is repeated; each failure doubles it", unit="s", above=0
+    )
+    retry_s_max: float = setting(120.0, "longest such time", unit="s", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings(ScalingSettings):
+    """Where servers come from, and when they come and go."""
+
+    provisioner: str = setting(
+        "none",
+        "where servers come from: a pool of standby servers, processes on the balancer's machine, or a command",
+        choices=("none", "pool", "process", "command"),
+    )
+    pool: str = setting("", "the URLs of the standby servers of the provisioner pool, separated by spaces")
+    command: str = setting("", "the program of the provisioner command, with its arguments as a shell has them")
+    folder: str = setting("", "where the provisioner process keeps its servers; a folder that outlives the balancer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,5 +302,6 @@ class Config:
     link: LinkSettings = LinkSettings()
     agent: AgentSettings = AgentSettings()
     balancer: BalancerSettings = BalancerSettings()
+    fleet: FleetSettings = FleetSettings()
     recorder: RecorderSettings = RecorderSettings()
     log: LogSettings = LogSettings()

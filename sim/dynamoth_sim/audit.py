@@ -291,13 +291,6 @@ class Audit:
             if open_subscriber == subscriber:
                 self.ended(subscriber, channel, at)
 
-    def excuse(self, channel: bytes, at: float) -> None:
-        """End the subscriptions to a channel that waits for a server: losses are reported when the server is back."""
-        for subscriber, open_channel in list(self._open):
-            if open_channel == channel and subscriber not in self._patterns:
-                self._open[subscriber, channel].views.clear()
-                self.ended(subscriber, channel, at)
-
     def is_open(self, subscriber: Subscriber, channel: bytes) -> bool:
         """Tell whether a subscription is confirmed and not ended."""
         return (subscriber, channel) in self._open

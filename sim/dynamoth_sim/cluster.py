@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Server
 from dynamoth.protocol import stored_plan
 from dynamoth_agent.events import AlreadyRunning
 from dynamoth_agent.machine import AgentMachine
-from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped
+from dynamoth_balancer.events import Decided, ListServers, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.provision.fleet import FreeServer, StartServer
+from dynamoth_balancer.provision.options import FleetOptions
 from dynamoth_client.machines.patterns.events import PatternOptions
 from dynamoth_client.machines.publisher.events import PublisherOptions
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
@@ -25,6 +27,7 @@ from dynamoth_lla.options import LoadAnalyzerOptions
 from dynamoth_sim.audit import Audit, Violation
 from dynamoth_sim.load.administrator import Administrator, Answered, Ask
 from dynamoth_sim.load.clients import PATTERN_MARK, Client, ClientOptions
+from dynamoth_sim.load.provisioner import Provisioner
 from dynamoth_sim.world.network import DEFAULT_DELAYS, Delays, Network
 from dynamoth_sim.world.process import Process
 from dynamoth_sim.world.redis import RedisServer
@@ -53,6 +56,9 @@ RULES_REST_S = 1.0
 PLAIN_REST_S = 7.0
 """How long channels that have moved do not become plain: longer than clients and agents say that a route has changed,
 and subscribers hold messages."""
+
+SERVER_DEAD_S = 1.0
+"""How long a server is silent before others get its channels: longer than servers are down that come back."""
 
 RESTART_S = 0.2
 """How soon a process that has ended by itself is started again, as a supervisor would."""
@@ -86,6 +92,8 @@ class Setting:
     draining: frozenset[str] = frozenset()
     #: The compatibility rules with which the cluster begins.
     compatibility: tuple[CompatibilityRule, ...] = ()
+    #: When servers are added and freed by load; None: never.
+    fleet: FleetOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +174,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             reports_min=2,
             decision_interval_s=0.25,
             channel_rest_s=0.5,
+            server_dead_s=SERVER_DEAD_S,
             agent_stale_s=1.5,
             ack_timeout_s=0.2,
             recovery_s=0.5,
@@ -184,7 +193,6 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             replicate_load_ratio_min=0.3,
             replicas_max=setting.replicas_max,
             replication_rest_s=0.5,
-            replica_dead_s=1.0,
             draining=setting.draining,
             join_s=JOIN_S,
             compatibility=setting.compatibility,
@@ -221,6 +229,10 @@ class Cluster:
         )
         self.servers: dict[str, RedisServer] = {}
         self.agents: dict[str, Process] = {}
+        #: Starts and frees servers for the balancers.
+        self.provisioner = Provisioner(self)
+        #: The servers that it has started.
+        self._provisioned: dict[str, None] = {}
         for _ in range(options.setting.servers):
             self._make_server()
         #: The servers that the balancer's configuration names.
@@ -252,7 +264,7 @@ class Cluster:
     @property
     def server_list(self) -> list[Server]:
         """The servers, as a plan lists them."""
-        return [Server(server.id, server.url) for server in self.servers.values()]
+        return [Server(server.id, server.url) for id_, server in self.servers.items() if id_ not in self._provisioned]
 
     @property
     def configuration(self) -> list[Server]:
@@ -274,11 +286,11 @@ class Cluster:
 
     def make_balancer(self, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of the balancer."""
-        return BalancerMachine(self.configuration, incarnation, self.options.balancer)
+        return BalancerMachine(self.configuration, incarnation, self.options.balancer, self.options.setting.fleet)
 
     def _make_rival(self, incarnation: int) -> Machine[Any, Any]:
         options = replace(self.options.balancer, standby=self.rival_stands_by)
-        return BalancerMachine(self.configuration, incarnation, options)
+        return BalancerMachine(self.configuration, incarnation, options, self.options.setting.fleet)
 
     def is_observed(self, url: str) -> bool:
         """Tell whether somebody observes the server at a URL: its agent, unless it was lost lately."""
@@ -298,8 +310,13 @@ class Cluster:
         )
 
     def _rival_acts(self, action: Any) -> None:
-        if type(action) is Stopped:
-            self.rival.crash(f"ends by itself: {action.error}")
+        match action:
+            case Stopped(error):
+                self.rival.crash(f"ends by itself: {error}")
+            case StartServer() | FreeServer() | ListServers():
+                self.provisioner.request(self.rival, action)
+            case _:
+                pass
 
     def _balancer_acts(self, action: Any) -> None:
         match action:
@@ -313,6 +330,9 @@ class Cluster:
                 self.world.trace.add((self.world.now, "moves", "balancer", None, None, None, plan))
             case Decided(decision):
                 self.world.trace.add((self.world.now, "decides", "balancer", None, None, None, decision))
+            case StartServer() | FreeServer() | ListServers():
+                self.world.trace.add((self.world.now, "asks", "balancer", None, None, None, action))
+                self.provisioner.request(self.balancer, action)
             case _:
                 pass
 
@@ -323,8 +343,8 @@ class Cluster:
 
     # Life.
 
-    def _make_server(self) -> str:
-        id_ = f"s{len(self.servers) + 1}"
+    def _make_server(self, id_: str | None = None) -> str:
+        id_ = id_ or f"s{len(self.servers) - len(self._provisioned) + 1}"
         server = self.servers[id_] = RedisServer(self.world, id_, f"redis://{id_}:6379")
         self.network.add_server(server.url, server)
         self.agents[id_] = self._agent(id_)
@@ -336,6 +356,15 @@ class Cluster:
         self.added.append(id_)
         self.agents[id_].start()
         return id_
+
+    def provision(self, id_: str, *, is_up: bool, has_agent: bool) -> None:
+        """Start a server and its agent for the provisioner, or only one of them, or none."""
+        self._provisioned[id_] = None
+        self._make_server(id_)
+        if not is_up:
+            self.servers[id_].stop("it has never run")
+        elif has_agent:
+            self.agents[id_].start()
 
     def stop_for_good(self, server: str, *, orderly: bool) -> None:
         """Stop a server and its agent, at once or as an operator does; neither comes back, and nobody begins there."""
@@ -436,22 +465,21 @@ class Cluster:
 
     @property
     def present(self) -> list[str]:
-        """The servers that are there, or come back."""
-        return [id_ for id_ in self.servers if id_ not in self.gone]
+        """The servers that are there, or come back; of those that a provisioner has started, those of the plan."""
+        there = [id_ for id_ in self.servers if id_ not in self.gone]
+        if not self._provisioned:
+            return there
+        plan = self._newest_plan(there)
+        listed = () if plan is None else plan.servers
+        return [id_ for id_ in there if id_ not in self._provisioned or id_ in listed]
 
     def newest_plan(self) -> Plan | None:
         """Return the newest plan that any present server stores."""
-        plans = [plan for id_ in self.present if (plan := self.stored_plan(id_)) is not None]
-        return max(plans, key=lambda plan: plan.version, default=None)
+        return self._newest_plan(id_ for id_ in self.servers if id_ not in self.gone)
 
-    def is_stuck(self, channel: bytes) -> bool:
-        """Tell whether a channel waits for a server that is gone: somebody may listen, or publish, only there."""
-        plan = self.newest_plan() if self.gone else None
-        if plan is None:
-            return False
-        return any(
-            server in self.gone for route in plan.entry(channel).live_routes for server in route.assignment.servers
-        )
+    def _newest_plan(self, servers: Iterable[str]) -> Plan | None:
+        plans = [plan for id_ in servers if (plan := self.stored_plan(id_)) is not None]
+        return max(plans, key=lambda plan: plan.version, default=None)
 
     def left_at(self, server: str) -> int | None:
         """Return what the balancer says is left at a server that is being drained; None where it does not know."""
@@ -462,7 +490,7 @@ class Cluster:
         return None if channels is None or slots is None else channels + slots
 
     def unsettled(self) -> list[str]:
-        """Return, in words, what has not come to rest; nothing when all has. What is stuck never will."""
+        """Return, in words, what has not come to rest; nothing when all has."""
         plans = {id_: self.stored_plan(id_) for id_ in self.present}
         problems = [f"{id_} is down" for id_ in self.present if not self.servers[id_].up]
         problems += [f"{id_} stores no plan" for id_, plan in plans.items() if plan is None]
@@ -474,14 +502,16 @@ class Cluster:
             for id_, plan in plans.items()
             if plan is not None
             for channel, entry in plan.entries.items()
-            if entry.phase is not Phase.SETTLED and not self.is_stuck(channel)
+            if entry.phase is not Phase.SETTLED
         ]
+        newest = self.newest_plan() if self.gone else None
+        if newest is not None and (left := newest.servers_in_use & self.gone.keys()):
+            problems.append(f"channels are left at {', '.join(sorted(left))}, which do not come back")
         administrator = self.administrator.machine
         assert isinstance(administrator, Administrator)
-        for ask, times in administrator.unanswered.values():
-            channel = ask.arguments.get("channel")
-            if channel is None or not self.is_stuck(channel):
-                problems.append(f"{ask}, asked for {times} times, is not answered")
+        problems += [
+            f"{ask}, asked for {times} times, is not answered" for ask, times in administrator.unanswered.values()
+        ]
         return problems
 
     def settled(self) -> bool:

@@ -175,10 +175,6 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
         violations += _fill(cluster, workload)
     if cluster.gone:
         workload.subscribe_late()
-        if not profile.losses_allowed:
-            text = "nothing was left at a server, as the balancer said, and this is stuck: "
-            stuck = filter(cluster.is_stuck, workload.channels)
-            violations += [Violation("place", text + channel.decode(), world.now, channel) for channel in stuck]
     world.run_until(world.now + RECOVERY_S)
     if cluster.gone:
         text = f"{RECOVERY_S} s after a server was found gone, these wait for their confirmation: "
@@ -194,8 +190,6 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
         text = f"{publisher.name} still waits for a publish, though nothing has failed for {RECOVERY_S} s"
         violations.append(Violation("G4", text, world.now, channel, story=world.trace.story(channel, None)))
     world.run_until(world.now + HOLD_S_MAX)
-    for channel in filter(cluster.is_stuck, workload.channels):
-        cluster.audit.excuse(channel, world.now)
     return [*violations, *cluster.audit.finish(world.now)]
 
 
@@ -259,8 +253,6 @@ def _check_places(cluster: Cluster, workload: Workload) -> list[Violation]:
     if plan is None:
         return violations
     for channel in workload.channels:
-        if cluster.is_stuck(channel):
-            continue
         route = plan.entry(channel).route
         right = {location: len(_listeners(cluster, location)) for location in route.locations(channel)}
         expected = cluster.audit.open_count(channel)

@@ -333,19 +333,21 @@ class SimCluster:
         if after.version > before.version:
             for channel in before.entries.keys() - after.entries.keys():
                 assert after.entry(channel).may_follow(before.entries[channel]), f"{channel!r} is missing"
+        installers = [balancer.machine._installer for balancer in self.balancers]  # pyright: ignore[reportPrivateUsage]
+        dead = frozenset(server for each in installers if each is not None for server in each.dead)
         for channel, entry in after.entries.items():
             old = before.entries.get(channel)
             if old is None or old == entry:
                 continue
             assert entry.newer_than(old), f"{channel!r} goes back from {old} to {entry}"
             if old.phase is Phase.PREPARED and entry.route == old.route:
-                for id_ in {server for route in entry.live_routes for server in route.assignment.servers}:
+                for id_ in {server for route in entry.live_routes for server in route.assignment.servers} - dead:
                     plan = self.agents[id_].plan
                     assert not self.agents[id_].alive or (plan is not None and channel in plan.entries), (
                         f"{channel!r} was activated before the agent of {id_} knew of it"
                     )
             if entry.phase is Phase.SETTLED:
-                for id_ in old_servers(old):
+                for id_ in set(old_servers(old)) - dead:
                     assert channel not in self.agents[id_].listened, f"{channel!r} settled with subscribers at {id_}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ CHANNEL = b"news"
 def _started(servers: int = 3) -> tuple[SimCluster, Balancer, str]:
     """Return a cluster, its balancer, and where the channel is at home."""
     cluster = SimCluster(servers)
-    balancer = cluster.started(NO_DECISIONS)
+    balancer = cluster.started(replace(NO_DECISIONS, server_dead_s=60.0))
     return cluster, balancer, balancer.plan.ring.home(CHANNEL)
 
 

@@ -270,7 +270,7 @@ def test_a_server_that_is_empty_may_be_stopped_for_good() -> None:
     assert cluster.ask("move", {"channel": channel, "to": DRAINED}).error is None
     cluster.kill(before)
     cluster.run(6)
-    balancer = cluster.start(replace(OPTIONS, wait_s=30.0))
+    balancer = cluster.start(replace(OPTIONS, wait_s=30.0, server_dead_s=60.0))
     cluster.run_until(lambda: balancer.machine.plan is not None)
     cluster.stop_server(DRAINED)
     cluster.run(10)

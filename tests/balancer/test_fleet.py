@@ -70,7 +70,7 @@ class World:
 
     @property
     def view(self) -> FleetView:
-        return FleetView(self.members, self.short, self.version)
+        return FleetView(self.members, (), self.short, self.version)
 
     def run(self, seconds: float) -> list[FleetAction]:
         """Let time pass, a second at a time; return what was asked for."""
@@ -266,6 +266,36 @@ def test_a_server_that_an_administrator_drains_is_left_to_them() -> None:
     assert [fleet.look(FleetView(members), float(now)) for now in range(30, 100)] == [[]] * 70
 
 
+def test_a_server_with_pinned_channels_is_not_released() -> None:
+    fleet = Fleet(OPTIONS)
+    members = {"s1": Member(0.1), "auto-1-1": Member(0.1, provisioned=True, pinned=True)}
+    asked = [fleet.look(FleetView(members), float(now)) for now in range(1000)]
+
+    assert asked == [[]] * 1000
+    assert fleet.lives == {"auto-1-1": Life.ACTIVE}
+
+
+def test_a_release_ends_when_a_channel_is_pinned_there() -> None:
+    fleet = Fleet(OPTIONS)
+    members = {"s1": Member(0.1), "auto-1-1": Member(0.1, provisioned=True)}
+    for now in range(30):
+        fleet.look(FleetView(members), float(now))
+    assert fleet.releasing == "auto-1-1"
+    members["auto-1-1"] = Member(0.0, provisioned=True, pinned=True, unused=True)
+
+    assert fleet.look(FleetView(members), 30.0) == []
+    assert fleet.lives == {"auto-1-1": Life.ACTIVE}
+
+
+def test_a_server_that_has_left_the_plan_is_freed_when_nobody_listens_there_any_more() -> None:
+    fleet = Fleet(OPTIONS)
+    fleet.look(FleetView({"s1": Member(0.1), "auto-1-1": Member(0.1, provisioned=True)}), 0.0)
+    alone = {"s1": Member(0.1)}
+
+    assert fleet.look(FleetView(alone, leaving=["auto-1-1"]), 1.0) == []
+    assert fleet.look(FleetView(alone), 2.0) == [FreeServer("auto-1-1")]
+
+
 def test_a_provisioned_server_that_an_administrator_removes_is_freed() -> None:
     world = grown()
     removed = next(iter(world.running))
@@ -397,6 +427,22 @@ def test_a_server_that_the_plan_does_not_take_is_freed_and_the_reason_shown() ->
 
     assert FreeServer("auto-3-1") in fleet.look(view, 6.0)
     assert fleet.problems()[PROVISIONER] == "auto-3-1 at redis://wrong cannot be added: it is a replica"
+
+
+def test_why_the_plan_does_not_take_a_server_yet_is_reported() -> None:
+    fleet = Fleet(OPTIONS)
+    view = FleetView({"s1": Member(0.9)})
+    for now in range(5):
+        fleet.look(view, float(now))
+    fleet.on_started("auto-0-1", "redis://a", 5.0)
+    assert fleet.look(view, 5.0) == [AddServer("auto-0-1", "redis://a")]
+    fleet.on_delayed("auto-0-1", "another change is under way")
+    assert fleet.problems() == {"auto-0-1": "another change is under way"}
+
+    assert fleet.look(view, 7.0) == [AddServer("auto-0-1", "redis://a")]
+    fleet.look(view, 5.0 + OPTIONS.join_timeout_s)
+    text = "auto-0-1 was started at redis://a, but it is not in the plan after 15 s (another change is under way)"
+    assert fleet.problems() == {PROVISIONER: text}
 
 
 def test_what_a_dead_balancer_has_started_is_used_or_freed() -> None:

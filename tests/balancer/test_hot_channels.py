@@ -180,47 +180,27 @@ def _with_a_dead_replica(message_bytes: float) -> tuple[SimCluster, Balancer, st
     return cluster, balancer, dead
 
 
-def test_a_dead_replica_is_reported_and_left_when_it_is_back() -> None:
-    cluster, balancer, dead = _with_a_dead_replica(20)  # 0.6 of a server: two would do
-    version, died = balancer.plan.version, cluster.now
-    cluster.run_until(lambda: any("is dead" in reason for reason in _findings(balancer)))
-    assert OPTIONS.replica_dead_s <= cluster.now - died <= OPTIONS.replica_dead_s + 2 + TICK_INTERVAL_S
-    cluster.run(120)
-    assert balancer.plan.version == version, "it may still serve clients: nothing is changed behind its back"
-    assert 2 <= len([reason for reason in _findings(balancer) if "is dead" in reason]) <= 4
-    before = _assignment(balancer)
-    cluster.start_server(dead)
-    cluster.run_until(lambda: len(_changes(balancer)) == 2)
-    after = _changes(balancer)[1]
-    assert after == Assignment(before.mode, tuple(server for server in before.servers if server != dead))
-    cluster.run(120)
-    assert len(_changes(balancer)) == 2 and _settled_as(balancer, Mode.ALL_SUBSCRIBERS)
+def test_a_dead_replica_is_left() -> None:
+    cluster, balancer, dead = _with_a_dead_replica(20)
+    died, before = cluster.now, _assignment(balancer)
+    rest = tuple(server for server in before.servers if server != dead)
+    cluster.run_until(lambda: _assignment(balancer) == Assignment(before.mode, rest))
+    assert OPTIONS.server_dead_s - TICK_INTERVAL_S <= cluster.now - died <= OPTIONS.server_dead_s + 3 * TICK_INTERVAL_S
+    cluster.run(5)
+    assert _settled_as(balancer, Mode.ALL_SUBSCRIBERS)
 
 
 def test_a_replica_that_is_away_for_a_moment_is_not_dead() -> None:
     cluster, balancer, dead = _with_a_dead_replica(20)
-    cluster.run(OPTIONS.replica_dead_s - 1)
+    cluster.run(OPTIONS.server_dead_s - 1)
     cluster.start_server(dead)
     cluster.run(60)
     assert len(_changes(balancer)) == 1 and not _findings(balancer)
 
 
-def test_an_administrators_replica_that_was_dead_is_reported_and_kept() -> None:
-    cluster, balancer = _started()
-    arguments = {"channel": HOT, "mode": "all-publishers", "servers": ["s1", "s2", "s3"]}
-    assert cluster.ask("replicate", arguments).error is None
-    cluster.stop_server("s2")
-    cluster.run(60)
-    assert any("replica s2 of channel 'hot' is dead" in reason for reason in _findings(balancer))
-    cluster.start_server("s2")
-    cluster.run(60)
-    assert _assignment(balancer).servers == ("s1", "s2", "s3")
-
-
-def test_only_a_server_that_is_neither_reached_nor_heard_is_dead() -> None:
+def test_a_server_whose_agent_is_dead_keeps_its_channels() -> None:
     cluster, balancer = _started(MANY_PUBLICATIONS)
     cluster.run_until(lambda: _settled_as(balancer, Mode.ALL_SUBSCRIBERS))
     cluster.agents[_assignment(balancer).servers[0]].alive = False
     cluster.run(60)
-    assert not any("is dead" in reason for reason in _findings(balancer))
     assert len(_changes(balancer)) == 1

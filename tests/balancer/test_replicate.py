@@ -46,13 +46,12 @@ def figures(
     load_ratio: float,
     assignment: Assignment | None = None,
     publishers: int = 100,
-    unwanted: Iterable[str] = (),
 ) -> ChannelFigures:
     """Return figures of a channel whose load is evenly spread over its servers."""
     assignment = assignment or single("s1")
     share = load_ratio * CAPACITY / len(assignment.servers)
     loads = dict.fromkeys(assignment.servers, share)
-    return ChannelFigures(CHANNEL, assignment, publications_per_s, publishers, subscribers, loads, frozenset(unwanted))
+    return ChannelFigures(CHANNEL, assignment, publications_per_s, publishers, subscribers, loads)
 
 
 def decided(
@@ -60,7 +59,6 @@ def decided(
     others: Mapping[str, float],
     options: BalancerOptions = OPTIONS,
     *,
-    dead: Mapping[str, Sequence[bytes]] | None = None,
     capacities: Mapping[str, float] | None = None,
     draining: Sequence[str] = (),
 ) -> Decision:
@@ -72,7 +70,7 @@ def decided(
         own = sum(each.outgoing_bytes_per_s.get(name, 0.0) for each in channels)
         servers[name] = ServerLoad(name, ratio * capacity + own, capacity)
     drained: dict[str, Sequence[ChannelRate]] = dict.fromkeys(draining, ())
-    cluster = Cluster(servers, lambda server: [], lambda channel, server: True, options, channels, dead or {}, drained)
+    cluster = Cluster(servers, lambda server: [], lambda channel, server: True, options, channels, drained)
     return decide((Replicate(),), cluster)
 
 
@@ -84,11 +82,6 @@ def only_move(decision: Decision) -> Move:
 def loaded(*ratios: float) -> dict[str, float]:
     """Return the load ratios of s1, s2 and so on."""
     return {f"s{number}": ratio for number, ratio in enumerate(ratios, 1)}
-
-
-def dead_before(publications_per_s: float, load_ratio: float, replicas: int) -> ChannelFigures:
-    """Return figures of a channel whose replica s2 was dead."""
-    return figures(publications_per_s, 10, load_ratio, replicated(SUBS, *range(1, replicas + 1)), unwanted=["s2"])
 
 
 IDLE = loaded(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -147,11 +140,6 @@ FIVE = replicated(SUBS, 1, 2, 3, 4, 5)
         # None is freed that the others have no room for.
         (figures(3000, 10, 0.6, FIVE), {"others": loaded(0.5, 0.5, 0.5, 0.5, 0.5)}, None),
         (figures(3000, 10, 0.6, FIVE), {"others": loaded(0.4, 0.4, 0.4, 0.4, 0.9)}, replicated(SUBS, 1, 2, 3, 4)),
-        # A replica that was dead is left, with one that is being drained, unless the load needs it.
-        (dead_before(3000, 0.7, 4), {"draining": ["s3"]}, replicated(SUBS, 1, 4)),
-        (dead_before(3000, 1.5, 3), {}, None),
-        (dead_before(1200, 0.9, 2), {}, None),  # two are the fewest
-        (dead_before(700, 0.4, 2), {}, single("s1")),  # one is enough
         (figures(700, 10, 0.4, replicated(SUBS, 1, 2)), {}, None),  # within the hysteresis
     ],
 )
@@ -273,23 +261,6 @@ def test_no_later_goal_moves_replicated_channels() -> None:
 
     assert not decide((Replicate(), Push(_scattered)), cluster()).moves
     assert decide((Push(_scattered),), cluster()).moves, "the goal itself would"
-
-
-# Dead replicas.
-
-
-def test_a_dead_replica_is_reported_with_the_cure() -> None:
-    decision = decided([], IDLE, dead={"s2": [b"a", b"b", b"c", b"d", b"e"], "s9": []})
-    [finding] = decision.findings
-    assert finding.server == "s2" and finding.channel is None
-    assert "replica s2 of channel 'a', 'b', 'c' and 2 more is dead" in finding.reason
-    assert "Start them" in finding.reason
-
-
-def test_a_replica_that_was_dead_is_left_when_the_others_do_without_it() -> None:
-    some = figures(3000, 10, 0.9, replicated(SUBS, 1, 2, 3, 4), unwanted=["s2"])
-    move = only_move(decided(some, IDLE))
-    assert move.after == replicated(SUBS, 1, 3, 4) and "dead" in move.reason
 
 
 # Nothing flaps.

@@ -404,7 +404,7 @@ def test_only_one_copy_of_each_version_is_read_as_a_whole() -> None:
 def test_a_balancer_waits_for_slow_servers_and_not_for_ever() -> None:
     cluster = SimCluster(3)
     cluster.stop_server("s3")
-    balancer = cluster.start()
+    balancer = cluster.start(BalancerOptions(server_dead_s=60.0))
     cluster.run(2)
     assert balancer.machine.stage is Stage.RECOVERING
     cluster.run(2)

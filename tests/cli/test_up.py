@@ -12,11 +12,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from dynamoth_cli.local.child import dynamoth_command
 from tests.processes import command_lines
+from tests.whole.harness import until
 
 TIMEOUT_S = 60.0
 
@@ -95,6 +98,29 @@ def test_nothing_outlives_it_even_if_it_is_killed(cleanup: ExitStack, tmp_path: 
     up.process.kill()
     for descriptor in descriptors:
         assert select.select([descriptor], [], [], 10)[0], "a process outlived it"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_the_balancer_has_started_ends_too(number: signal.Signals, cleanup: ExitStack, tmp_path: Path) -> None:
+    up = start(cleanup, tmp_path, "--servers", "1", "--servers-max", "2", "--outgoing-bytes-per-s-max", "10000")
+    client: Any = cleanup.enter_context(redis.Redis(port=int(up.url.rpartition(":")[2])))  # redis-py is typed in part
+    pubsub = cleanup.enter_context(client.pubsub())
+    pubsub.subscribe("c")
+
+    def of_the_fleet() -> dict[int, str]:
+        lines = command_lines("-e").items()
+        return {pid: line for pid, line in lines if str(tmp_path) in line and "auto-" in line and "-m" not in line}
+
+    def is_started() -> bool:
+        for _ in range(10):
+            client.publish("c", b"." * 1000)
+        return len(of_the_fleet()) == 1
+
+    until(is_started, "a further redis-server runs", 0.1)
+    descriptors = watch(cleanup, {**of_the_fleet(), **up.descendants()})
+    up.end(number)
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 30)[0], "a process outlived it"
 
 
 def test_a_part_that_dies_ends_everything_with_its_last_lines(cleanup: ExitStack, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dynamoth_cli.main import main
 ONE_SERVER = ("--servers", "s1=redis://127.0.0.1:1")
 AGENT = ("agent", "--check", *ONE_SERVER, "--server", "s1")
 BALANCER = ("balancer", "--check", *ONE_SERVER)
+FLEET = (*BALANCER, "--fleet-provisioner")
 REPLICATE = ("plan", "replicate", "c", "--mode")
 
 
@@ -40,6 +41,20 @@ def refusal(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ((*BALANCER, "--load-ratio-safe", "0.9"), "at most balancer.load_ratio_high, which is 0.8"),
         ((*BALANCER, "--link-tls-ca-file", "/nowhere"), "link.tls_ca_file: a file that can be read"),
         ((*BALANCER, "--link-tls-ca-file", __file__), "the TLS files cannot be used"),
+        ((*FLEET, "cloud"), "fleet.provisioner: one of none, pool, process, command expected, not 'cloud' (from flag"),
+        (
+            (*BALANCER, "--fleet-servers-min", "3", "--fleet-servers-max", "2"),
+            "fleet.servers_max must be at least servers_min (3), not 2: raise the one or lower the other (from flag",
+        ),
+        ((*FLEET, "command"), "fleet.command: a program that exists and is executable, with its arguments, (name its"),
+        ((*FLEET, "command", "--fleet-command", "/nowhere/start --fast"), "not '/nowhere/start --fast' (from flag"),
+        ((*FLEET, "command", "--fleet-command", __file__), "see chmod +x) expected, not"),
+        ((*FLEET, "command", "--fleet-command", "a 'b"), "with every quote closed (No closing quotation)"),
+        ((*FLEET, "pool"), "fleet.pool: the provisioner 'pool' needs standby servers: name their URLs"),
+        ((*FLEET, "pool", "--fleet-pool", "redis://a redis://a"), "names servers twice: redis://a (from flag"),
+        ((*FLEET, "pool", "--fleet-pool", "http://a"), "fleet.pool: 'http://a': the URL must begin with"),
+        ((*FLEET, "process"), "fleet.folder: a folder for the servers of the provisioner process expected, not ''"),
+        ((*FLEET, "process", "--fleet-folder", "x", "--link-username", "u"), "know no users (pool and command can)"),
         (("status",), "which cluster? Give --url"),
         (("record", "--out", "x"), "which cluster? Give --url"),
         (("record", "--url", "dynamoth://a"), "recorder.out is not set: give --out"),

@@ -118,8 +118,14 @@ def test_nothing_is_kept_of_a_removed_server_but_its_id() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: PLAN.administered(Administration(draining=frozenset({"s9"}))), "does not list are drained.*: s9"),
-        (lambda: PLAN.administered(Administration(pins={b"c": single("s9")})), "have pinned channels: s9"),
+        (
+            lambda: PLAN.administered(Administration(draining=frozenset({"s9"}))),
+            "plan does not list are drained, or have pinned channels: s9",
+        ),
+        (
+            lambda: PLAN.administered(Administration(pins={b"c": single("s9")})),
+            "plan does not list are drained, or have pinned channels: s9",
+        ),
         (lambda: PLAN.administered(Administration(draining=frozenset({"s1", "s2", "s3"}))), "all servers are being"),
         (lambda: PLAN.administered(Administration(removed=("s2",))), "removed servers are listed: s2"),
         (lambda: Administration(draining=frozenset({"s1"}), pins={b"c": single("s1")}), "pinned to servers that are"),

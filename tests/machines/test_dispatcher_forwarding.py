@@ -101,7 +101,8 @@ def test_copies_say_so_too_when_the_change_was_read_whole() -> None:
     dispatcher = agent("s1", PLAN_0)
     dispatcher.change(PREPARED, ACTIVE)
     dispatcher.read(ACTIVE)
-    [copy] = copies([*dispatcher.observe(message(1)), *dispatcher.connect("s2")], "s2")
+    loss, copy = copies([*dispatcher.observe(message(1)), *dispatcher.connect("s2")], "s2")
+    assert open_envelope(loss).flags == CONTROL, "it has not seen the change begin"
     assert open_envelope(copy).flags == FORWARDED | ROUTE_CHANGED
 
 

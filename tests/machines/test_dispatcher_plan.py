@@ -25,6 +25,7 @@ from dynamoth.protocol.control import (
 from dynamoth.protocol.envelope import CONTROL, open_envelope
 from dynamoth.protocol.stored_plan import READ_WHOLE, VERSION_READ_INTERVAL_S
 from dynamoth_dispatcher.events import LOCAL
+from dynamoth_dispatcher.forwarder import forward_link
 from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions, TransitionOptions
 from tests.machines.agent import INCARNATION, Agent, copies, marks
 from tests.machines.helpers import (
@@ -86,8 +87,15 @@ def test_notifies_subscribers_here_when_the_plan_was_begun_anew_with_another_rin
 
 def test_notifies_nobody_who_is_right_in_the_plan_that_has_lost_entries() -> None:
     agent = Agent("s1").holding(SETTLED)
-    [ask] = asked_who_listens(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000)))
-    assert agent.tell(reply(ask, [C])) == []
+    assert asked_who_listens(agent.read(PLAN_0.with_entries({}, SETTLED.version + 1000))) == []
+
+
+def test_what_went_on_without_an_agent_is_reported_here_and_there() -> None:
+    """Its server counted as dead: the channel has left, and messages may have been published here since."""
+    agent = Agent("s1").holding(PLAN_0)
+    [ask] = asked_who_listens(agent.change(PLAN_0, SETTLED))
+    assert said(agent.connect("s2"), forward_link("s2")) == [LossNotice(C, None)]
+    assert said(agent.tell(reply(ask, [C]))) == [LossNotice(C, None)]
 
 
 def asked_who_listens(actions: list[Any]) -> list[Send]:

@@ -90,9 +90,14 @@ def run(config: AgentConfig) -> int:
 
     Sets the garbage collector of the process to ``GC_THRESHOLDS``.
     """
+    collect_rarely()
+    return event_loop.run(run_agent(config))
+
+
+def collect_rarely() -> None:
+    """Set the garbage collector of this process to ``GC_THRESHOLDS``."""
     gc.set_threshold(*GC_THRESHOLDS)
     gc.freeze()
-    return event_loop.run(run_agent(config))
 
 
 class _AgentProcess(DaemonProcess[AgentNews]):

@@ -28,7 +28,7 @@ NUMBER_MAX = 10**15
 PROBLEMS_SHOWN_MAX = 20
 
 _NO_DECISIONS = (
-    *("standby", "lease_s", "agent_stale_s", "replica_dead_s"),
+    *("standby", "lease_s", "agent_stale_s", "server_dead_s"),
     *("cpu_ratio_max", "memory_bytes_max", "full_ratio"),
 )
 """Settings for balancers that fail or wait, and for resources other than outgoing bytes: a replay has none of them."""

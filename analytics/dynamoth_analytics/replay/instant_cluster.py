@@ -21,8 +21,9 @@ from dynamoth.plan.plan import Entry, Phase, Plan, Server
 from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_control
 from dynamoth.protocol.fence import evaluate
 from dynamoth.protocol.stored_plan import VERSION_FIELD, write_whole
-from dynamoth_balancer.events import BalancerAction, BalancerEvent, BalancerNews, PlanChanged, Stopped
+from dynamoth_balancer.events import BalancerAction, BalancerEvent, BalancerNews, ListServers, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.provision.fleet import FreeServer, StartServer
 
 AGENT_SILENT_S = 3.0
 """An agent without reports for longer is down: it answers nothing."""
@@ -175,6 +176,8 @@ class InstantCluster:
                     raise ReplayError("the servers of a replay do not change")
                 case Stopped(error):
                     raise ReplayError(f"the balancer of a replay has ended: {error}")
+                case StartServer() | FreeServer() | ListServers():
+                    raise AssertionError(f"the balancer of a replay has no provisioner, and asks for {action}")
                 case _:
                     self.news.append((self.now, action))
                     if isinstance(action, PlanChanged):

@@ -124,6 +124,8 @@ class View:
     decision_refused: str
     #: The servers that the configuration names and the plan does not list.
     not_listed: Collection[str]
+    #: What the provisioner cannot do, by server, or ``provisioner``.
+    fleet_problems: Mapping[str, str]
 
 
 def find(view: View, now: float) -> Iterator[Found]:
@@ -133,10 +135,11 @@ def find(view: View, now: float) -> Iterator[Found]:
     leading = view.installer if view.why_not_leading is None else None
     for server in view.servers:
         if server in view.down:
-            yield _unreachable(server, view)
+            yield _unreachable(server, view, leading)
             continue  # its agent speaks through it
         if server in view.unanswered:
-            yield Found(Severity.ERROR, "server_unreachable", server, UNANSWERED, after_s=UNANSWERED_S)
+            text = UNANSWERED + _taken_over(server, leading)
+            yield Found(Severity.ERROR, "server_unreachable", server, text, after_s=UNANSWERED_S)
         elif leading is not None:
             yield from _of_copy(server, leading)
         if server in view.refused:
@@ -146,11 +149,14 @@ def find(view: View, now: float) -> Iterator[Found]:
         yield _not_listed(server, leading)
     if leading is not None:
         yield from _of_transitions(leading, now)
+        yield from _of_pins(leading)
     for finding in view.unreached:
         subject = f"{finding.server} at load ratio {finding.load_ratio:.2f}"
         yield Found(Severity.WARNING, "goal_unreached", finding.server, f"{subject}: {finding.reason}")
     if view.decision_refused:
         yield Found(Severity.WARNING, "decision_refused", "balancer", view.decision_refused)
+    for subject, problem in view.fleet_problems.items():
+        yield Found(Severity.WARNING, "provisioner_failed", subject, problem)
 
 
 def _not_listed(server: str, leading: Installer | None) -> Found:
@@ -160,11 +166,33 @@ def _not_listed(server: str, leading: Installer | None) -> Found:
     return Found(Severity.WARNING, "server_not_listed", server, text)
 
 
-def _unreachable(server: str, view: View) -> Found:
+def _unreachable(server: str, view: View, leading: Installer | None) -> Found:
     if server in view.emptied:
         text = f"it is drained and stopped: type 'dynamoth server remove {server}'"
         return Found(Severity.WARNING, "server_unreachable", server, text)
-    return Found(Severity.ERROR, "server_unreachable", server, f"no connection: {view.down[server]}")
+    text = f"no connection: {view.down[server]}{_taken_over(server, leading)}"
+    return Found(Severity.ERROR, "server_unreachable", server, text)
+
+
+def _taken_over(server: str, leading: Installer | None) -> str:
+    """Return what has become of the channels of a server that counts as dead; empty for others."""
+    if leading is None or server not in leading.dead:
+        return ""
+    if left := len(leading.index.named_at[server]) + len(leading.index.slots_named_at[server]):
+        return (
+            f"; {left} of its channels and slots wait for it: no other server can take them now, or a plain"
+            " compatibility rule keeps them there"
+        )
+    return "; others have taken over its channels and slots"
+
+
+def _of_pins(installer: Installer) -> Iterator[Found]:
+    """Yield the pinned channels whose servers are dead."""
+    for channel, pin in installer.plan.administration.pins.items() if installer.dead else ():
+        if not installer.dead.isdisjoint(pin.servers):
+            dead = ", ".join(sorted(installer.dead.intersection(pin.servers)))
+            text = f"it is pinned to {dead}, which is dead: it is elsewhere until that is back"
+            yield Found(Severity.WARNING, "pin_unmet", channel_text(channel), text)
 
 
 def _of_copy(server: str, installer: Installer) -> Iterator[Found]:

@@ -90,7 +90,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A goal that could not be reached at a server, and the reason. ``load_ratio`` is 0 for a dead server."""
+    """A goal that could not be reached at a server, and the reason. ``load_ratio`` is 0 for one that is away."""
 
     server: str
     load_ratio: float
@@ -99,6 +99,8 @@ class Finding:
     channel: bytes | None = None
     #: The name of the goal that found it.
     goal: str = ""
+    #: Whether another server would help.
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,6 @@ class ChannelFigures:
     subscribers: float
     #: By server of the assignment.
     outgoing_bytes_per_s: Mapping[str, float]
-    #: Replicas that are back after being dead longer than ``replica_dead_s``: the channel should leave them.
-    unwanted: frozenset[str] = frozenset()
     #: As in :class:`Load`, by server of the assignment.
     cpu_ratio: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -210,13 +210,12 @@ class Cluster:
     this server alone and may be moved.
 
     ``figures`` has the channels whose replication may be changed now: all replicated ones, and those that make much of
-    a server's load. ``dead`` maps each server that has been away for long to the replicated channels with a replica
-    there. ``draining`` maps each server that is being drained to its channels; no move puts a channel there, or leaves
-    one of its replicas there. ``releasing`` does the same for each server that is being emptied at low load. ``blind``
-    has the servers whose agents do not see what is published: they count as overloaded, and no move puts a channel
-    there. ``full`` has the servers that are nearly out of connections or memory, and of what: no move puts a channel
-    there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` returns how many
-    subscriptions each slot of a server has. ``pins`` has the channels and slots that no move may put elsewhere,
+    a server's load. ``draining`` maps each server that is being drained to its channels; no move puts a channel there,
+    or leaves one of its replicas there. ``releasing`` does the same for each server that is being emptied at low load.
+    ``blind`` has the servers whose agents do not see what is published: they count as overloaded, and no move puts a
+    channel there. ``full`` has the servers that are nearly out of connections or memory, and of what: no move puts a
+    channel there. ``slots`` has the slots of each server, with the load of each, and ``slot_subscriptions`` returns how
+    many subscriptions each slot of a server has. ``pins`` has the channels and slots that no move may put elsewhere,
     and ``strays`` the pinned channels that are elsewhere.
     """
 
@@ -225,7 +224,6 @@ class Cluster:
     movable: Callable[[bytes, str], bool]
     options: BalancerOptions
     figures: Sequence[ChannelFigures] = ()
-    dead: Mapping[str, Sequence[bytes]] = field(default_factory=dict[str, Sequence[bytes]])
     draining: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])
     blind: Set[str] = frozenset()
     slots: Mapping[str, Sequence[ChannelRate]] = field(default_factory=dict[str, Sequence[ChannelRate]])

@@ -96,6 +96,8 @@ class Decider:
         self.history = History(options.averaging_s)
         #: The findings when the goals were last asked.
         self.unreached: Sequence[Finding] = ()
+        #: When that was.
+        self.asked_at = -math.inf
         #: Since when servers that can take part have not reported often enough; None while all have.
         self._unmeasured_since: float | None = None
         #: Whether the latest plan or step moved slots or silent channels, so that more may have to move.
@@ -112,17 +114,12 @@ class Decider:
         self._held: OrderedDict[bytes, Assignment] = OrderedDict()
         #: When the term began, if there was a plan before.
         self._began_at = -math.inf
-        #: Since when unreachable servers are so.
-        self._away_since: dict[str, float] = {}
-        #: Replicas that were dead for ``replica_dead_s`` while their channel was settled.
-        self._unwanted: dict[bytes, frozenset[str]] = {}
 
     def begin_term(self, installer: Installer, now: float) -> None:
         """Begin with a plan that another balancer may have changed just now."""
         if installer.plan.entries:
             self.wait(now)
             self._began_at = now
-        self._unwanted.clear()
         self.unreached = ()
 
     def wait(self, now: float) -> None:
@@ -134,7 +131,6 @@ class Decider:
         self._moved_at.update(dict.fromkeys(changes, now))
         for channel, assignments in changes.items():
             self._held.pop(channel, None)
-            self._unwanted.pop(channel, None)
             if any(map(is_replicated, assignments)):
                 self._rested_at[channel] = now + self._options.replication_rest_s
 
@@ -159,7 +155,6 @@ class Decider:
             return None
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
-        self._watch_replicas(installer, now)
         self._silence.look(installer.plan, self._model.is_busy, now)
         is_paused = installer.plan.administration.paused
         if is_paused or next(self._changes_under_way(installer, now), None) is not None:
@@ -169,7 +164,7 @@ class Decider:
         decision, _ = self._ask_goals(self._goals, installer, now)
         if self._awaits_reports(installer, now) and not decision.moves:
             return None  # it is not known yet which goals can be reached
-        self.unreached = decision.findings
+        self.unreached, self.asked_at = decision.findings, now
         if decision.moves:
             self._wait_after(decision, now)
         elif not decision.findings or not self._is_news(decision, now):
@@ -179,7 +174,8 @@ class Decider:
 
     def _step(self, installer: Installer, now: float) -> MadeDecision | None:
         """Return the next step of slots, if there is one; the findings are those of the latest plan."""
-        if not self._goes_on and not any(installer.index.slots_named_at.values()):
+        slots_named_at = installer.index.slots_named_at
+        if not self._goes_on and not any(slots_named_at[server] for server in installer.leaving):
             return None
         decision, _ = self._ask_goals(self._slot_goals, installer, now)
         self._goes_on = bool(decision.moves)
@@ -231,10 +227,7 @@ class Decider:
 
     def _ask_goals(self, goals: Sequence[Goal], installer: Installer, now: float) -> tuple[Decision, Cluster]:
         cluster = self.cluster(installer, now)
-        decision = decide(goals, cluster)
-        for figures in cluster.figures:
-            self._unwanted.pop(figures.channel, None)  # it was considered
-        return decision, cluster
+        return decide(goals, cluster), cluster
 
     def cluster(self, installer: Installer, now: float) -> Cluster:
         """Return the servers that can take part in a plan, in the form for the goals."""
@@ -263,12 +256,13 @@ class Decider:
             )
 
         figures = self._figures(installer, loads, blind, now)
-        dead = self._dead_replicas(installer, now)
         draining = {server: self._left_at(server, installer) for server in installer.draining}
         slots = {server: self._slots(server, installer) for server in loads}
         full = {server: why for server in loads if (why := self._model.why_full(server))}
-        cluster = Cluster(loads, self._model.channels, movable, options, figures, dead, draining, blind, slots, full)
+        cluster = Cluster(loads, self._model.channels, movable, options, figures, draining, blind, slots, full)
         cluster.slot_subscriptions = cache(partial(self._slot_subscriptions, installer=installer))
+        released = sorted(installer.leaving - installer.draining)
+        cluster.releasing = {server: self._left_at(server, installer) for server in released}
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
         cluster.returning = self._silence.returning(installer.plan, now)
         return cluster
@@ -391,10 +385,7 @@ class Decider:
             is_left = self._held.get(channel) == assignment and installer.draining.isdisjoint(assignment.servers)
             if not is_left and all(server in loads for server in assignment.servers):
                 wanted[channel] = assignment
-        return [
-            replace(figures, unwanted=self._unwanted.get(figures.channel, frozenset()))
-            for figures in self._model.figures(wanted)
-        ]
+        return self._model.figures(wanted)
 
     def _busy(self, installer: Installer, loads: Mapping[str, ServerLoad]) -> list[bytes]:
         """Return the channels at one server that may be busy enough to be replicated."""
@@ -409,33 +400,6 @@ class Decider:
             for channel in self._model.busy(server, least * capacity, least)
             if plan.entry(channel).route.assignment == single(server) and not plan.compatibility.is_plain(channel)
         ]
-
-    def _watch_replicas(self, installer: Installer, now: float) -> None:
-        """Record dead servers, and the channels that should leave them when they are back."""
-        self._away_since = {id_: at for id_, at in self._away_since.items() if id_ in installer.plan.servers}
-        for server in installer.plan.servers:
-            if installer.copy(server).is_up:
-                self._away_since.pop(server, None)
-            else:
-                self._away_since.setdefault(server, now)
-        for server, channels in self._dead_replicas(installer, now).items():
-            for channel in channels:
-                self._unwanted[channel] = self._unwanted.get(channel, frozenset()) | {server}
-
-    def _dead_replicas(self, installer: Installer, now: float) -> dict[str, list[bytes]]:
-        """Return the servers that have been dead for long, each with the settled channels that have a replica there."""
-        long_ago = now - self._options.replica_dead_s
-        dead: dict[str, list[bytes]] = {
-            server: []
-            for server, since in self._away_since.items()
-            if since <= long_ago and installer.is_dead(server, now)
-        }
-        if dead:
-            for channel, assignment in installer.index.replicated.items():
-                for server in assignment.servers:
-                    if server in dead and installer.plan.entry(channel).phase is Phase.SETTLED:
-                        dead[server].append(channel)
-        return dead
 
     def _is_busy(self, installer: Installer, now: float) -> bool:
         """Return whether a change is being installed; one that is stuck does not count."""

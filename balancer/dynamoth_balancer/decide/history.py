@@ -35,6 +35,9 @@ MOVES_PER_CHANNEL_MAX = 5
 BY_ADMINISTRATOR = "administrator"
 """In the place of a goal: an administrator wanted the move."""
 
+FAILOVER = "failover"
+"""In the place of a goal: the servers of the channel had died."""
+
 
 class Progress(enum.Enum):
     """How far a decision has come."""

@@ -61,7 +61,8 @@ class Relieve:
         if source.id in cluster.blind:
             reason = f"the agent of {source.id} does not see what is published there, so {source.id} is overloaded"
         if _is_bounded(cluster, source):
-            cluster.findings.append(Finding(source.id, source.load_ratio, why_they_stay(cluster, source, ())))
+            why, alone = why_they_stay(cluster, source, ()), all(server is source for server in cluster.targets)
+            cluster.findings.append(Finding(source.id, source.load_ratio, why, short=alone))
             return []
         before = source.load_ratio
         moves = self._move_busiest(cluster, source, reason)
@@ -75,7 +76,9 @@ class Relieve:
                 why = f"what could leave would relieve it by only {gain:.3f}, not worth the moves; {why}"
                 cluster.give_up(moves)
                 moves = []
-            cluster.findings.append(Finding(source.id, source.load_ratio, why))
+            stuck = (*stayed, *cluster.slots.get(source.id, ()))
+            short = any(_fits_elsewhere(cluster, source, load) for load in stuck)
+            cluster.findings.append(Finding(source.id, source.load_ratio, why, short=short))
             if not _is_bounded(cluster, source):
                 cluster.unrelieved.add(source.id)
         return moves
@@ -95,6 +98,12 @@ class Relieve:
             if judge(move, options) is Worth.WORTH_IT and cluster.take(move):
                 moves.append(move)
         return moves
+
+
+def _fits_elsewhere(cluster: Cluster, source: ServerLoad, load: ChannelRate) -> bool:
+    """Return whether an empty server could take a channel or slot, and it may move now."""
+    may_move = load.channel not in cluster.pins and cluster.movable(load.channel, source.id)
+    return may_move and cluster.options.channel_ratio_min <= source.share(load.load) <= cluster.options.load_ratio_safe
 
 
 class RelieveSlots:

@@ -23,7 +23,7 @@ Everything here is data and arithmetic; nothing depends on time. The ``decider``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dynamoth.names import in_quotes
@@ -36,9 +36,6 @@ REPLICAS_MIN = 2
 
 PUBLICATIONS_PER_S_MIN = 1e-9
 """The smallest divisor: a channel without publications has very many subscribers for each."""
-
-CHANNELS_NAMED_MAX = 3
-"""Most channels that are named when a server is dead."""
 
 
 class Judgement:
@@ -168,7 +165,6 @@ class Replicate:
 
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose to replicate, to fold back, to add and to free replicas, the busiest channels first."""
-        cluster.findings += [_dead(server, channels) for server, channels in cluster.dead.items() if channels]
         if cluster.options.replicas_max < REPLICAS_MIN or not cluster.targets:
             return []
         moves: list[Move] = []
@@ -182,18 +178,6 @@ class Replicate:
         """Permit moves of channels that are at one server, and stay so; replicas leave only emptied servers."""
         stays_single = move.before.mode is Mode.SINGLE and move.after.mode is Mode.SINGLE
         return stays_single or not cluster.leaving.isdisjoint(move.before.servers)
-
-
-def _dead(server: str, channels: Sequence[bytes]) -> Finding:
-    named = ", ".join(map(in_quotes, channels[:CHANNELS_NAMED_MAX]))
-    more = f" and {len(channels) - CHANNELS_NAMED_MAX} more" if len(channels) > CHANNELS_NAMED_MAX else ""
-    return Finding(
-        server,
-        0.0,
-        f"replica {server} of channel {named}{more} is dead: neither the server nor its agent is heard. Start them, on"
-        " this machine or on another under the same URL; as it may still serve clients where the balancer cannot see"
-        " it, no channel leaves it before it is heard again",
-    )
 
 
 class Change:
@@ -215,10 +199,6 @@ class Change:
     def propose(self) -> Move | None:
         """Return the change that Algorithm 1 asks for, None for no change."""
         figures, present = self._figures, self._figures.assignment
-        if figures.unwanted.intersection(present.servers):
-            left = self._without_unwanted()
-            if left is not None:
-                return left
         wanted = wanted_change(figures, self._capacity, self._cluster.options)
         if wanted is None:
             return None
@@ -227,16 +207,6 @@ class Change:
         if wanted.mode is present.mode and wanted.replicas < len(present.servers):
             return self._shrink(wanted.replicas)
         return self._spread(wanted)
-
-    def _without_unwanted(self) -> Move | None:
-        """Leave replicas that were dead, unless the load needs all: the channel did without them."""
-        figures, present = self._figures, self._figures.assignment
-        strict = Judgement(figures, self._capacity, self._cluster.options)
-        rest = [server for server in self._kept if server not in figures.unwanted]
-        needed = strict.replicas(present.mode) if strict.keeps(present.mode) or strict.outgrown else 1
-        if len(rest) >= max(REPLICAS_MIN, needed):
-            return self._move(Assignment(present.mode, tuple(rest)), "replicas that were dead are not needed")
-        return self._fold(rest) if rest and needed == 1 else None
 
     def drained(self, reason: str) -> Move | None:
         """Return the change with which a replicated channel leaves servers that are being drained.

@@ -73,6 +73,10 @@ class PlanIndex:
         self.named_at.pop(server, None)
         self.slots_named_at.pop(server, None)
 
+    def is_unused(self, server: str) -> bool:
+        """Return whether nobody may use a server for a channel or slot; False where that is not recorded."""
+        return server in self.named_at and not (self.named_at[server] or self.slots_named_at[server])
+
     def watch(self, plan: Plan, servers: Iterable[str]) -> None:
         """Record the channels and slots of these servers by name, and no longer those of others."""
         names = set(servers)

@@ -10,6 +10,8 @@ state of a transition is in the plan, so whatever happens to the balancer, its s
     ACTIVE -> SETTLED     when the agent of every old server has said that nobody listens at the old location there,
                           and every old and new server has stored that the transition is ACTIVE
 
+Dead servers are not waited for: their agents find out what they have missed when they are back.
+
 Nothing is assumed to arrive: agents that do not answer are asked again, and their messages may come twice, late, or
 from a process that is gone.
 """
@@ -62,6 +64,7 @@ PLAIN_STAYS = " (a plain Redis client that is subscribed there stays until it en
 class Transition:
     """A channel whose change has not settled."""
 
+    channel: bytes
     entry: Entry
     #: The version of the plan that brought it into its present phase, or a later one.
     version: int
@@ -79,6 +82,11 @@ class Transition:
         """Old and new servers."""
         return self.old.union(self.entry.route.assignment.servers)
 
+    @property
+    def left(self) -> frozenset[str]:
+        """The servers with locations that subscribers leave."""
+        return frozenset(location.server for location in self.entry.left(self.channel))
+
 
 class Installer:
     """Installs plans for one term. The owner checks before each call that it still holds the lease."""
@@ -89,6 +97,10 @@ class Installer:
         self._book = book
         #: Of the present plan, with the channels at servers being drained.
         self.index = PlanIndex(book.plan, book.plan.administration.draining)
+        #: The servers that the fleet gives up: they get no channels. Written by :meth:`close` only.
+        self.closed: frozenset[str] = frozenset()
+        #: The servers whose channels and slots are recorded by name, besides those being drained.
+        self._watched: frozenset[str] = frozenset()
         self._servers = servers
         self._agents = agents
         self._options = options
@@ -122,6 +134,8 @@ class Installer:
         self._rules_changed_at = now if book.plan.compatibility.version else float("-inf")
         #: A version that an agent holds and that we do not know; the plan must get above it. -1: none.
         self._jump_above = -1
+        #: The servers that are not waited for; kept up to date by the owner, by :meth:`note_dead`.
+        self.dead: frozenset[str] = frozenset()
         #: By server, the version that its agent claims to hold and that no balancer has issued.
         self.versions_refused: dict[str, int] = {}
 
@@ -134,6 +148,16 @@ class Installer:
     def draining(self) -> frozenset[str]:
         """The servers that are to give up all channels and slots."""
         return self.plan.administration.draining
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """The servers that give up all channels and slots, whoever wants that."""
+        return self.draining | self.closed & self.plan.servers.keys()
+
+    def close(self, closed: frozenset[str], watched: frozenset[str]) -> None:
+        """Let some servers get no more channels, and record the channels of these and of ``watched`` by name."""
+        self.closed, self._watched = closed, closed | watched
+        self._watch()
 
     def copy(self, server: str) -> PlanCopy:
         """Return the state of the copy at a server of the plan."""
@@ -174,8 +198,32 @@ class Installer:
         jumped = self._jump()
         plan = self.plan.begin(assignments)
         for channel in assignments:
-            self.transitions[channel] = Transition(plan.entries[channel], plan.version, now)
+            self.transitions[channel] = Transition(channel, plan.entries[channel], plan.version, now)
         return [*jumped, *self._changed(plan, assignments, reason, now)]
+
+    def fail_over(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InnerAction]:
+        """Begin to move channels that have lost a server, in one version of the plan, whatever their phase is.
+
+        Raises:
+            RequestRefused: the versions are used up.
+
+        """
+        self._check_versions()
+        jumped = self._jump()
+        plan = self.plan.fail_over(assignments)
+        self._note_transitions({channel: plan.entries[channel] for channel in assignments}, now, plan.version)
+        return [*jumped, *self._changed(plan, assignments, reason, now)]
+
+    def note_dead(self, dead: frozenset[str]) -> None:
+        """Wait for these servers no more, and for others again."""
+        if dead != self.dead:
+            self.dead = dead
+            self._watch()
+            self._due = True
+
+    def _watch(self) -> None:
+        """Record by name what is at the servers that are to have nothing."""
+        self.index.watch(self.plan, (self.draining | self.dead | self._watched) & self.plan.servers.keys())
 
     def _check_versions(self) -> None:
         if self.plan.version > EPOCH_MAX - VERSIONS_IN_RESERVE:
@@ -336,6 +384,8 @@ class Installer:
                 f"server {server} is being drained and takes no channels: name another one, or type"
                 f" 'dynamoth server undrain {server}'"
             )
+        if server in self.closed:
+            return f"server {server} takes no channels, as the load is low and it is being released: name another one"
         if (wait_s := self.joins_in(server, now)) > 0:
             return f"server {server} is new, and clients with patterns connect to it first: try again in {wait_s:.1f} s"
         if server in self._agents.blind:
@@ -357,15 +407,11 @@ class Installer:
             lists.append(self._former)
         return all(2 * self._stored_among(each, version) > len(each) for each in lists)
 
-    def is_dead(self, server: str, now: float) -> bool:
-        """Return whether neither a server nor its agent can be reached: it may still serve clients elsewhere."""
-        return not self._copies[server].is_up and not self._agents.is_alive(server, now)
-
     def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InnerAction]:
         changed = tuple(channels)
         self._book.advance(plan, changed)
         self.index.update({channel: plan.entries[channel] for channel in changed})
-        self.index.watch(plan, self.draining)
+        self._watch()
         self._folding.update(plan, changed)
         return [PlanChanged(plan, reason, changed), *self.sync(now)]
 
@@ -418,14 +464,14 @@ class Installer:
     def waiting_for(self, transition: Transition, now: float) -> Iterator[str]:
         """Yield what a transition waits for, in words for people."""
         prepared = transition.entry.phase is Phase.PREPARED
-        for server in sorted(transition.involved):
+        for server in sorted(transition.involved - self.dead):
             stored = self._copies[server].version
             if stored is None or stored < transition.version:
                 yield f"{server} to store the plan"
             elif prepared:
                 if self._agents.acked(server, now) < transition.version or not self._agents.is_alive(server, now):
                     yield f"the agent of {server} to acknowledge"
-            elif server in transition.old and server not in transition.vacated:
+            elif server in transition.left and server not in transition.vacated:
                 yield f"{_LEAVE} {server}"
 
     def why_unsettled(self, transition: Transition, now: float) -> str:
@@ -439,7 +485,8 @@ class Installer:
             known = self.transitions.pop(channel, None)
             if entry.phase is not Phase.SETTLED:
                 since = now if known is None else known.since
-                self.transitions[channel] = Transition(entry, self.plan.version if version is None else version, since)
+                present = self.plan.version if version is None else version
+                self.transitions[channel] = Transition(channel, entry, present, since)
 
     # What agents say.
 
@@ -546,7 +593,7 @@ class Installer:
         before = self.plan.version
         newer = self._book.take_in(found.plan, version)
         self.index.update(newer)
-        self.index.watch(self.plan, self.draining)
+        self._watch()
         self._folding.update(self.plan, newer)
         self._note_transitions(newer, now)
         copy.resume()

@@ -65,6 +65,9 @@ class ProcessProvisioner:
         self._environment = dict(environment)
         self._password = password
 
+    def adopt(self, servers: Mapping[str, str]) -> None:
+        """Ignore the plan: what runs is in files."""
+
     async def start(self, id_: str) -> str:
         """Start what does not run of a server and its agent."""
         home = self._folder / id_
@@ -73,16 +76,12 @@ class ProcessProvisioner:
             known = _read(home)
             port = known.setdefault("port", _free_port())
             url = f"redis://{HOST}:{port}"
-            if not _runs(known.get("redis", 0), id_):
-                configuration = home / "redis.conf"
-                configuration.write_text(self._configuration(home, port))
-                known["redis"] = self._begin(home, [self._redis_server, str(configuration)])
-                _write(home, known)
+            configuration = home / "redis.conf"
+            configuration.write_text(self._configuration(home, port))
+            await asyncio.to_thread(self._ensure, home, known, "redis", [self._redis_server, str(configuration)])
             await self._wait_until_ready(home, url, known["redis"])
-            if not _runs(known.get("agent", 0), id_):
-                known["agent"] = self._begin(home, list(self._agent(id_, url)))
-                _write(home, known)
-        except OSError as error:
+            await asyncio.to_thread(self._ensure, home, known, "agent", list(self._agent(id_, url)))
+        except (OSError, subprocess.SubprocessError) as error:
             raise ProvisionerFailed(f"server {id_} cannot be started in {home}: {error}") from error
         return url
 
@@ -94,11 +93,11 @@ class ProcessProvisioner:
         known = _read(home)
         pids = [known[name] for name in ("agent", "redis") if name in known]
         for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
-            pids = [pid for pid in pids if _runs(pid, id_)]
+            pids = await asyncio.to_thread(_running, pids, id_)
             for pid in pids:
                 _signal(pid, number)
             for _ in range(int(patience_s / POLL_S)):
-                if not any(_runs(pid, id_) for pid in pids):
+                if not await asyncio.to_thread(_running, pids, id_):
                     shutil.rmtree(home, ignore_errors=True)
                     return
                 await asyncio.sleep(POLL_S)
@@ -111,6 +110,12 @@ class ProcessProvisioner:
     def _configuration(self, home: Path, port: int) -> str:
         lines = [f"bind {HOST}", f"port {port}", f'dir "{home}"', 'save ""', "appendonly no", "set-proc-title no"]
         return "\n".join([*lines, *([f'requirepass "{self._password}"'] if self._password else []), ""])
+
+    def _ensure(self, home: Path, known: dict[str, Any], name: str, command: Sequence[str]) -> None:
+        """Start a process of a server unless it runs, and note its id. In a thread, which no cancellation ends."""
+        if not _runs(known.get(name, 0), home.name):
+            known[name] = self._begin(home, command)
+            _write(home, known)
 
     def _begin(self, home: Path, command: Sequence[str]) -> int:
         """Start a process that outlives this one; return its id. Raises OSError."""
@@ -129,14 +134,26 @@ class ProcessProvisioner:
         for _ in range(int(READY_S / POLL_S)):
             with suppress(LinkError):
                 await query(address, timeout_s=1.0)
-                if _runs(pid, home.name):
+                if await asyncio.to_thread(_runs, pid, home.name):
                     return
-            if not _runs(pid, home.name):
+            if not await asyncio.to_thread(_runs, pid, home.name):
+                (home / "server.json").unlink(missing_ok=True)  # its port may have been taken: the next try has another
                 break
             await asyncio.sleep(POLL_S)
         log = home / "log"
         last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
         raise ProvisionerFailed(f"redis-server of {home.name} does not answer; its last output: {''.join(last)}")
+
+
+async def free_all(folder: Path) -> None:
+    """Stop all servers that were started with this folder, and forget them. Raises ProvisionerFailed."""
+
+    def no_agent(id_: str, url: str) -> Sequence[str]:
+        raise AssertionError(f"nothing is started, and {id_} at {url} needs no agent")
+
+    provisioner = ProcessProvisioner(folder, "", no_agent, {})
+    for id_ in await provisioner.running():
+        await provisioner.free(id_)
 
 
 def _read(home: Path) -> dict[str, Any]:
@@ -150,6 +167,11 @@ def _write(home: Path, known: Mapping[str, Any]) -> None:
     new = home / "server.json.new"
     new.write_text(json.dumps(known))
     new.replace(home / "server.json")
+
+
+def _running(pids: Sequence[int], id_: str) -> list[int]:
+    """Return those of some processes that run and are ones of this server."""
+    return [pid for pid in pids if _runs(pid, id_)]
 
 
 def _runs(pid: int, id_: str) -> bool:

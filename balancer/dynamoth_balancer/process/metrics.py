@@ -23,6 +23,12 @@ _GAUGES: Mapping[str, str] = {
     "plan_version": "Version of the plan",
     "plan_entries": "Channels that the plan names",
     "replicated_channels": "Channels that are spread over several servers",
+    "fleet_starting": "Servers that the provisioner has been asked for",
+    "fleet_joining": "Servers that the provisioner has started and that do not report their load yet",
+    "fleet_active": "Servers of the provisioner that take part",
+    "fleet_draining": "Servers of the provisioner that give up their channels, as the load is low",
+    "fleet_gone": "Servers that the provisioner is to free",
+    "fleet_server_seconds": "Time that all servers together have run while this balancer led",
 }
 
 _GAUGES_BY_SERVER: Mapping[str, str] = {
@@ -50,6 +56,10 @@ _COUNTERS: Mapping[str, str] = {
     "acks_from_future": "Acknowledgements of a version that the balancer does not know",
     "copies_conflicting": "Stored plans that no balancer of this cluster can have written, and that were written over",
     "vacated_out_of_date": "Reports of vacated locations for transitions that are over",
+    "servers_started": "Servers that the provisioner has started",
+    "servers_freed": "Servers that the provisioner has freed",
+    "provisioner_failures": "Requests that the provisioner refused, did not answer, or answered wrongly",
+    "releases_abandoned": "Releases of servers that ended because the load rose",
 }
 
 

@@ -39,6 +39,10 @@ class ProvisionerFailed(DynamothError):
 class Provisioner(Protocol):
     """Starts and frees servers, each a Redis server with its agent. Every request may be repeated."""
 
+    def adopt(self, servers: Mapping[str, str]) -> None:
+        """Note the servers of the plan, URLs by id, some of which this provisioner may have started."""
+        ...
+
     async def start(self, id_: str) -> str:
         """Start a server and its agent under this id, and return its URL; of one that runs, too.
 
@@ -96,6 +100,9 @@ class CommandProvisioner:
             raise ConfigError("the provisioner 'command' needs a command: set fleet.command to a program")
         self._command = list(command)
 
+    def adopt(self, servers: Mapping[str, str]) -> None:
+        """Ignore the plan: the command knows what it runs."""
+
     async def start(self, id_: str) -> str:
         """Start a server; see :class:`Provisioner`."""
         answer = await self._ask({"action": "start", "id": id_})
@@ -103,7 +110,7 @@ class CommandProvisioner:
         if not isinstance(url, str):
             raise ProvisionerFailed(f"{self._name} answers without a url: {_shown(json.dumps(answer))}")
         try:
-            parse_server_url(url)
+            _check_url(url)
         except ConfigError as error:
             raise ProvisionerFailed(f"{self._name} answers with a url that cannot be used: {error}") from error
         return url
@@ -228,6 +235,16 @@ def _signal(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
+def _check_url(url: str) -> None:
+    """Refuse a URL that no plan should have. Raises ConfigError."""
+    address = parse_server_url(url)
+    if address.username is not None or address.password is not None:
+        raise ConfigError(
+            f"{address.redacted()} has credentials, and the plan shows URLs to every client: leave them out, and set"
+            " link.username and link.password of the daemons"
+        )
+
+
 def _is_list_of_text(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))  # pyright: ignore[reportUnknownArgumentType] - _is_text takes any
 
@@ -260,7 +277,7 @@ class PoolProvisioner:
         if not urls:
             raise ConfigError("the provisioner 'pool' needs standby servers: name their URLs in fleet.pool")
         for url in urls:
-            parse_server_url(url)
+            _check_url(url)
         if twice := sorted({url for url in urls if urls.count(url) > 1}):
             raise ConfigError(f"fleet.pool names servers twice: {', '.join(twice)}")
         self._urls = list(urls)

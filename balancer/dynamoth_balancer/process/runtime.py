@@ -15,10 +15,23 @@ from dynamoth.plan.plan import Mode, Server
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_balancer.admin.changes import mode_name
 from dynamoth_balancer.decide.cluster import Decision
-from dynamoth_balancer.events import BalancerNews, Decided, Note, PlanChanged, Shutdown, Stopped
+from dynamoth_balancer.events import (
+    BalancerNews,
+    Decided,
+    ListServers,
+    Note,
+    PlanChanged,
+    ProvisionerRequest,
+    Shutdown,
+    Stopped,
+)
 from dynamoth_balancer.machine import CONNECTED, PROBLEMS_SHOWN_MAX, BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
+from dynamoth_balancer.process.provisioners import Provisioner
+from dynamoth_balancer.process.provisioning import Provisioning
+from dynamoth_balancer.provision.fleet import FreeServer, StartServer
+from dynamoth_balancer.provision.options import FleetOptions
 from dynamoth_daemon import event_loop
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_REFUSED
 from dynamoth_daemon.logs import DaemonLog
@@ -34,6 +47,7 @@ class BalancerConfig(HttpSettings):
     """The configuration of a balancer process.
 
     ``servers``: all servers of the cluster, at least one. ``options``: those of the machine.
+    ``provisioner``: starts and frees servers, by the rules of ``fleet``; None for none.
     ``link``: credentials, TLS and timeouts of all links.
 
     Raises:
@@ -43,6 +57,8 @@ class BalancerConfig(HttpSettings):
 
     servers: tuple[Server, ...]
     options: BalancerOptions = field(default_factory=BalancerOptions)
+    provisioner: Provisioner | None = None
+    fleet: FleetOptions = field(default_factory=FleetOptions)
     link: LinkOptions = field(default_factory=LinkOptions)
 
     def __post_init__(self) -> None:
@@ -72,13 +88,20 @@ def run(config: BalancerConfig) -> int:
     return event_loop.run(run_balancer(config))
 
 
-class _BalancerProcess(DaemonProcess[BalancerNews]):
+class _BalancerProcess(DaemonProcess[BalancerNews | ProvisionerRequest]):
     """One balancer process."""
 
     def __init__(self, config: BalancerConfig, stop: asyncio.Event) -> None:
         self._config = config
-        self._machine = BalancerMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
+        incarnation, provisioner = secrets.randbits(INCARNATION_BITS), config.provisioner
+        fleet = None if provisioner is None else config.fleet
+        self._machine = BalancerMachine(config.servers, incarnation, config.options, fleet)
         super().__init__("balancer", self._machine, config, config.link, stop)
+        self._provisioning = (
+            None
+            if provisioner is None
+            else Provisioning(provisioner, config.fleet.answer_timeout_s, self._driver.handle)
+        )
 
     def plan_version(self) -> int | None:
         """Return the version of the present or latest term."""
@@ -101,8 +124,13 @@ class _BalancerProcess(DaemonProcess[BalancerNews]):
             "incarnation": self._machine.incarnation,
         }
 
-    def execute(self, action: BalancerNews) -> None:
-        """Log what the machine says, and end with it."""
+    async def close(self) -> None:
+        """End what the provisioner is doing."""
+        if self._provisioning is not None:
+            await self._provisioning.close()
+
+    def execute(self, action: BalancerNews | ProvisionerRequest) -> None:
+        """Log what the machine says, ask the provisioner, and end with the machine."""
         write = self._log.write
         match action:
             case Note(level, message, details):
@@ -113,12 +141,17 @@ class _BalancerProcess(DaemonProcess[BalancerNews]):
             case PlanChanged(plan, reason):
                 message, in_transition = "the plan has a new version", self._machine.transitions
                 write(logging.INFO, message, reason, plan_version=plan.version, in_transition=in_transition)
+                if self._provisioning is not None:
+                    self._provisioning.adopt({server.id: server.url for server in plan.servers.values()})
             case Decided(decision):
                 _log_decision(self._log, decision)
             case Stopped(error):
                 if error is not None:
                     write(logging.ERROR, "the balancer must not run", str(error), code=error.code)
                 self.end(EXIT_DONE if error is None else EXIT_REFUSED)
+            case StartServer() | FreeServer() | ListServers():
+                assert self._provisioning is not None, "the machine has a fleet exactly where there is a provisioner"
+                self._provisioning.request(action)
             case _:
                 assert_never(action)
 

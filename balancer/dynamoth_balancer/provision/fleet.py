@@ -68,6 +68,8 @@ class Member:
     provisioned: bool = False
     #: Whether an administrator drains it. It is theirs, then.
     drained: bool = False
+    #: Whether channels must stay there: pins or compatibility rules name it.
+    pinned: bool = False
     #: Whether no channel, slot, transition, subscriber or pattern subscription needs it.
     unused: bool = False
 
@@ -77,6 +79,8 @@ class FleetView:
     """The cluster at one moment."""
 
     members: Mapping[str, Member]
+    #: The servers that have left the plan, and at which somebody may still listen.
+    leaving: Collection[str] = ()
     #: Whether a server is overloaded, and only another server can relieve it.
     short: bool = False
     #: Grows with each change of the plan; it makes new ids unique.
@@ -174,6 +178,14 @@ class Fleet:
         """The server that is to be emptied; None when there is none."""
         return next(self._in(Life.DRAINING), None)
 
+    def life_s(self, id_: str, now: float) -> float:
+        """Return for how long a server has been in its stage."""
+        return now - self._servers[id_].since
+
+    def url(self, id_: str) -> str:
+        """Return the URL of a server; empty while it is not known."""
+        return self._servers[id_].url
+
     def problems(self) -> Mapping[str, str]:
         """Return what went wrong, by server or ``PROVISIONER``, in words for people."""
         start = {PROVISIONER: self._start_problem} if self._start_problem else {}
@@ -186,6 +198,10 @@ class Fleet:
             assert server.url or server.life is not Life.JOINING, f"{id_} joins without a URL"
             waits = server.life in (Life.STARTING, Life.GONE)
             assert server.expires_at is None or waits, f"{id_} waits for the provisioner, and is {server.life.value}"
+
+    def begin_term(self) -> None:
+        """Forget for how long the load has been high or low, and what servers cost: another balancer was at work."""
+        self._looked_at = self._high_since = self._low_since = None
 
     # Answers of the provisioner.
 
@@ -224,6 +240,12 @@ class Fleet:
         server = self._servers.get(id_)
         if server is not None and server.life is Life.JOINING:
             self._give_up(server, f"{id_} at {server.url} cannot be added: {reason}", now)
+
+    def on_delayed(self, id_: str, reason: str) -> None:
+        """Note why the plan does not take a server now. It is asked again."""
+        server = self._servers.get(id_)
+        if server is not None and server.life is Life.JOINING:
+            server.problem = reason
 
     def on_running(self, ids: Iterable[str], view: FleetView, now: float) -> None:
         """Note which servers the provisioner runs. Those that neither the plan nor the fleet knows are freed.
@@ -274,8 +296,8 @@ class Fleet:
             elif server.life is Life.JOINING and member.load_ratio is not None:
                 self._enter(server, Life.ACTIVE, now)
                 self._start_failures, self._start_problem, self._start_at = 0, "", -math.inf
-            elif server.life is Life.DRAINING and member.drained:
-                self._enter(server, Life.ACTIVE, now)  # an administrator drains it, and is in charge
+            elif server.life is Life.DRAINING and (member.drained or member.pinned):
+                self._enter(server, Life.ACTIVE, now)  # an administrator has decided otherwise
         for id_, server in self._servers.items():
             if server.life in (Life.ACTIVE, Life.DRAINING) and id_ not in view.members:
                 self._enter(server, Life.GONE, now)
@@ -292,7 +314,8 @@ class Fleet:
                     self.on_free_failed(id_, no_answer, now)
             elif server.life is Life.JOINING and now - server.since >= patience_s:
                 missing = "its agent does not report" if id_ in view.members else "it is not in the plan"
-                text = f"{id_} was started at {server.url}, but {missing} after {patience_s:g} s"
+                why = f" ({server.problem})" if server.problem else ""
+                text = f"{id_} was started at {server.url}, but {missing} after {patience_s:g} s{why}"
                 self._give_up(server, text, now)
             elif server.life is Life.ACTIVE and self._is_lost(id_, view, now):
                 self._enter(server, Life.GONE, now)
@@ -411,7 +434,7 @@ class Fleet:
         found = [
             ((member.load_ratio or 0.0) * member.capacity, -self._servers[id_].since, id_)
             for id_, member in view.members.items()
-            if member.load_ratio is not None and not member.drained and self._is_in(id_, Life.ACTIVE)
+            if member.load_ratio is not None and not (member.drained or member.pinned) and self._is_in(id_, Life.ACTIVE)
         ]
         return min(found)[2] if found else None
 
@@ -442,7 +465,7 @@ class Fleet:
                 case Life.GONE if id_ in view.members:
                     server.retry_at = now + CHANGE_RETRY_S
                     yield RemoveServer(id_)
-                case Life.GONE:
+                case Life.GONE if id_ not in view.leaving:
                     server.expires_at = now + self.options.answer_timeout_s
                     yield FreeServer(id_)
                 case _:

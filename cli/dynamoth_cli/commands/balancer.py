@@ -12,10 +12,12 @@ from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.runtime import BalancerConfig
 from dynamoth_balancer.process.runtime import run as run_balancer
 from dynamoth_cli.local.beside import add_record, recorder_beside
+from dynamoth_cli.provisioning import fleet_options, provisioner_of
 from dynamoth_cli.settings import (
     add_settings,
     cluster_servers,
     compatibility_rules,
+    config_file_of,
     link_options,
     run_daemon,
 )
@@ -26,7 +28,7 @@ CLIENT_NAME = "dynamoth-balancer"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_record(parser)
-    add_settings(parser, "balancer", ("cluster", "link", "balancer", "log"))
+    add_settings(parser, "balancer", ("cluster", "link", "balancer", "fleet", "log"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,11 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
         with recorder_beside(arguments):
             return run_balancer(config)
 
-    return run_daemon(arguments, balancer_config, daemon)
+    def make_config(loaded: LoadedConfig) -> BalancerConfig:
+        return balancer_config(loaded, config_file_of(arguments))
+
+    return run_daemon(arguments, make_config, daemon)
 
 
-def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
-    """Return the configuration of a balancer. Raises ConfigError."""
+def balancer_config(loaded: LoadedConfig, config_file: str | None = None) -> BalancerConfig:
+    """Return the configuration of a balancer; ``config_file`` is the TOML file, if any. Raises ConfigError."""
     settings = loaded.config.balancer
     rules = compatibility_rules(loaded)
     try:
@@ -56,5 +61,7 @@ def balancer_config(loaded: LoadedConfig) -> BalancerConfig:
         **values_of(HttpSettings, settings),
         servers=cluster_servers(loaded),
         options=options,
+        fleet=fleet_options(loaded),
+        provisioner=provisioner_of(loaded, config_file),
         link=link_options(loaded, CLIENT_NAME),
     )

@@ -222,6 +222,8 @@ def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:
         for id_, server in servers.items()
         if server.get("draining")
     ]
+    if (fleet := balancer.get("fleet")) is not None:
+        lines.append(_fleet(fleet))
     if rules := balancer.get("compatibility"):
         lines += compatibility.describe(rules)
     replicated: list[Mapping[str, Any]] = balancer.get("replicated_channels", [])
@@ -247,6 +249,13 @@ def describe_recorders(servers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     most = max(counts.values(), default=0)
     fewer = "".join(f", only {count} at {id_}" for id_, count in counts.items() if count < most)
     return [f"recorded by {counted(most, 'recorder')}{fewer}"] if most else []
+
+
+def _fleet(fleet: Mapping[str, Any]) -> str:
+    """Return which servers come and go."""
+    each = ", ".join(f"{id_} is {server['life']}" for id_, server in fleet["servers"].items())
+    bounds = f"{fleet['servers_min']} to {fleet['servers_max']} servers, {fleet['server_seconds']:.0f} server-seconds"
+    return f"fleet: {bounds}; {each or 'none of the provisioner'}"
 
 
 def _draining(server: str, channels_left: int | None, channels_named: int | None, slots_left: int) -> str:

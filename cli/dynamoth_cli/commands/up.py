@@ -42,6 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="capacity of each server, which is load ratio 1 (default %(default)s)",
     )
+    parser.add_argument(
+        "--servers-max",
+        type=count_up_to(SERVERS_MAX),
+        metavar="N",
+        help="let the balancer start further servers under load, and end them later: up to N servers in all",
+    )
     parser.add_argument("--json", action="store_true", help="print the URLs of the cluster and its servers as JSON")
     add_record(parser)
     parser.add_argument("--verbose", action="store_true", help="show the logs of agents and balancer")
@@ -54,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         port_base=arguments.port_base,
         outgoing_bytes_per_s_max=arguments.outgoing_bytes_per_s_max,
         record=arguments.record,
+        servers_max=arguments.servers_max,
         on_line=_show if arguments.verbose else None,
     )
     with interrupted_by_signals():

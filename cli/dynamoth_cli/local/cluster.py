@@ -28,7 +28,8 @@ from dynamoth_agent.stand_in import LIMIT_WANTED
 from dynamoth_cli.admin import ask_balancer
 from dynamoth_cli.local.beside import say_recorder_ended
 from dynamoth_cli.local.child import Child, dynamoth_command
-from dynamoth_cli.local.embedded import EmbeddedRedis, RedisServerFailed
+from dynamoth_cli.local.embedded import REDIS_SERVER_VARIABLE, EmbeddedRedis, RedisServerFailed
+from dynamoth_cli.local.reaper import Reaper
 from dynamoth_link.errors import LinkError
 from dynamoth_link.handshake import run_id_in
 from dynamoth_link.query import query
@@ -73,6 +74,8 @@ class LocalCluster:
             servers know them by an aclfile of ``redis_options``. None for a role: the default user.
         record: the folder of a recording, written by a recorder beside the cluster; None for none.
         redis_binary: the ``redis-server`` to run; None takes what ``find_redis_server`` finds.
+        servers_max: up to how many servers there are under load, those the balancer starts itself included; None: only
+            ``servers``, always. The others are not in ``redis``, and end with the cluster.
         on_line: called with each line of the log of an agent or the balancer: its name, the line. Called in
             other threads.
     """
@@ -89,6 +92,7 @@ class LocalCluster:
         users: Mapping[str, tuple[str, str]] = MappingProxyType({}),
         record: Path | None = None,
         redis_binary: Path | None = None,
+        servers_max: int | None = None,
         on_line: Callable[[str, str], None] | None = None,
     ) -> None:
         if servers < 1:
@@ -98,6 +102,10 @@ class LocalCluster:
         assert len(self.capacities) == servers, "one capacity for each server"
         self.password = password
         self._settings = dict(settings)
+        self._redis_binary = redis_binary
+        self._servers_max = servers_max
+        #: Ends the servers that the balancer has started, where it may start some.
+        self._reaper: Reaper | None = None
         self._users = dict(users)
         self._record = record
         self._on_line = on_line
@@ -161,6 +169,11 @@ class LocalCluster:
         assert self._folder is not None, "the cluster is not running"
         return self._folder / "dynamoth.toml"
 
+    @property
+    def fleet_folder(self) -> Path:
+        """Where the balancer keeps the servers that it starts, each in a folder of its own."""
+        return self.config_file.parent / "servers"
+
     def start(self) -> None:
         """Start every process, without waiting until agents and balancer are at work. Servers may run already."""
         for server in self.redis.values():
@@ -168,6 +181,8 @@ class LocalCluster:
                 server.start()
         self._folder = Path(tempfile.mkdtemp(prefix="dynamoth-cluster-"))
         self.config_file.write_text(self._configuration())
+        if self._servers_max is not None:
+            self._reaper = Reaper(self.fleet_folder)
         self.agents = {id_: self._agent(id_) for id_ in self.redis}
         self._balancer = self._daemon("balancer", "balancer")
         if self._record is not None:
@@ -179,6 +194,9 @@ class LocalCluster:
         """End every process, and remove every file."""
         if self._balancer is not None:
             self._balancer.stop()  # first, as it would take the end of the agents for failures
+        if self._reaper is not None:
+            self._reaper.reap()
+            self._reaper = None
         if self.recorder is not None:
             self.recorder.stop()
         for child in self.agents.values():
@@ -288,6 +306,10 @@ class LocalCluster:
         """Return a further balancer, for the caller to start and to stop."""
         return self._daemon(name, "balancer")
 
+    def standby_agent(self, url: str) -> Child:
+        """Return the agent of a standby server, for the caller to start and to stop."""
+        return self._daemon(f"agent of {url}", "agent", "--standby", url)
+
     def _daemons(self) -> Iterator[Child]:
         yield from self.agents.values()
         if self._balancer is not None:
@@ -314,11 +336,13 @@ class LocalCluster:
             environment["DYNAMOTH_LINK_USERNAME"], environment["DYNAMOTH_LINK_PASSWORD"] = self._users[role]
         elif self.password is not None:
             environment["DYNAMOTH_LINK_PASSWORD"] = self.password
+        if self._redis_binary is not None:
+            environment[REDIS_SERVER_VARIABLE] = str(self._redis_binary)
         return environment
 
     def _configuration(self) -> str:
         sections: dict[str, list[str]] = {}
-        for key, value in self._settings.items():
+        for key, value in {**self._fleet_settings(), **self._settings}.items():
             section, _, name = key.partition(".")
             sections.setdefault(section, []).append(f"{name} = {to_text(value, quoted=True)}")
         lines: list[str] = []
@@ -333,6 +357,17 @@ class LocalCluster:
                 f"outgoing_bytes_per_s_max = {capacity}",
             ]
         return "\n".join([*lines, ""])
+
+    def _fleet_settings(self) -> dict[str, Any]:
+        if self._servers_max is None:
+            return {}
+        return {
+            "cluster.outgoing_bytes_per_s_max": self.capacities[-1],
+            "fleet.provisioner": "process",
+            "fleet.folder": str(self.fleet_folder),
+            "fleet.servers_min": len(self.redis),
+            "fleet.servers_max": self._servers_max,
+        }
 
     def _missing(self) -> Iterator[str]:
         """Return what is not there yet, in words."""

@@ -316,7 +316,7 @@ class Workload:
     def subscribe_late(self) -> None:
         """Subscribe to one more pattern: with every subscriber to patterns, and with a client that is new.
 
-        That also subscribes to every channel that is not stuck, and publishes there.
+        That also subscribes to every channel, and publishes there.
         """
         for client in self.cluster.clients:
             for app in client.pattern_subscribers:
@@ -326,15 +326,12 @@ class Workload:
         def ready(client: Client) -> None:
             assert client.publisher is not None
             client.pattern_subscribers[0].subscribe(LATE_PATTERN)
-            for channel in self._usable_channels():
+            for channel in self.channels:
                 client.subscribers[0].subscribe(channel)
                 client.publisher.publish(channel)
 
         late.on_ready = ready
         late.start()
-
-    def _usable_channels(self) -> list[bytes]:
-        return [channel for channel in self.channels if not self.cluster.is_stuck(channel)]
 
     def unconfirmed(self) -> list[str]:
         """Return the clients of :meth:`subscribe_late` that have a subscriber which was not confirmed."""
@@ -342,7 +339,7 @@ class Workload:
         waiting = [
             f"{app.name} on {channel.decode()}"
             for app in late.subscribers
-            for channel in self._usable_channels()
+            for channel in self.channels
             if not self.cluster.audit.is_open(app.name, channel)
         ]
         return waiting + [
@@ -353,24 +350,20 @@ class Workload:
         ]
 
     def unended(self) -> list[tuple[PublisherApp, bytes]]:
-        """Return who waits for the end of a publish, and on which channel, though that is not stuck."""
+        """Return who waits for the end of a publish, and on which channel."""
         return [
             (client.publisher, channel)
             for client in self.cluster.clients
             if client.publisher is not None
-            for channel in self._usable_channels()
+            for channel in self.channels
             if client.publisher.pending(channel)
         ]
 
     def publish_everywhere(self) -> Iterable[tuple[PublisherApp, bytes, int]]:
-        """Publish once more from every publisher on each channel that it has used; return what was published.
-
-        What is stuck is left alone.
-        """
+        """Publish once more from every publisher on each channel that it has used; return what was published."""
         return [
             (client.publisher, channel, client.publisher.publish(channel))
             for client in self.cluster.clients
             if client.publisher is not None
             for channel in client.publisher.channels
-            if not self.cluster.is_stuck(channel)
         ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 from dynamoth_balancer.decide import relieve
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, ServerLoad, busiest_first
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_balancer.decide.release import Release
+from dynamoth_balancer.install.membership import Membership
+from dynamoth_balancer.provision.fleet import Fleet, FleetAction, FleetView, FreeServer
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 
 def only_bytes_count() -> AbstractContextManager[None]:
@@ -29,7 +33,80 @@ def full_servers_are_filled() -> AbstractContextManager[None]:
     return replaced(Cluster, _closed=property(lambda self: self.blind))
 
 
+def never_grows() -> AbstractContextManager[None]:
+    """No server is asked for."""
+    return replaced(Fleet, _grow=nothing)
+
+
+def nothing_leaves() -> AbstractContextManager[None]:
+    """The channels of a server that is released stay there."""
+    return replaced(Release, propose=no_actions)
+
+
+def freed_while_used() -> AbstractContextManager[None]:
+    """A server is freed as soon as it is released."""
+    requests = Fleet.__dict__["_requests"]
+
+    def hasty(self: Fleet, view: FleetView, now: float) -> Iterator[FleetAction]:
+        yield from requests(self, view, now)
+        if self.releasing is not None:
+            yield FreeServer(self.releasing)
+
+    return replaced(Fleet, _requests=hasty)
+
+
+def release_goes_on() -> AbstractContextManager[None]:
+    """A release is not abandoned when the load rises."""
+    return replaced(Fleet, releasing=property(returning(None)))
+
+
+def no_backoff() -> AbstractContextManager[None]:
+    """A provisioner that fails is asked again at once."""
+    return replaced(Fleet, _backoff_s=returning(0.0))
+
+
+def waits_without_end() -> AbstractContextManager[None]:
+    """A request is never given up."""
+    return replaced(Fleet, _expire=nothing)
+
+
+def refusals_are_ignored() -> AbstractContextManager[None]:
+    """A server that the plan cannot take is not given up."""
+    return replaced(Fleet, on_refused=nothing)
+
+
+def never_gives_up() -> AbstractContextManager[None]:
+    """A server that does not report stays."""
+    return replaced(Fleet, _give_up=nothing)
+
+
+def orphans_stay() -> AbstractContextManager[None]:
+    """Servers that a balancer before this one has asked for are not looked for."""
+    return replaced(Fleet, on_running=nothing)
+
+
+def unmarked() -> AbstractContextManager[None]:
+    """The plan does not say which servers a provisioner has started."""
+    add = Membership.add
+
+    def unmarked_add(self: Membership, *arguments: Any, **_: Any) -> Any:
+        return add(self, *arguments)
+
+    return replaced(Membership, add=unmarked_add)
+
+
 CHECKS: tuple[Check, ...] = (
+    Check("110-grow-and-shrink", never_grows, "expected"),
+    Check("110-grow-and-shrink", nothing_leaves, "expected"),
+    Check("110-grow-and-shrink", freed_while_used, "expected"),
+    Check("111-release-abandoned", release_goes_on, "expected"),
+    Check("112-provisioner-fails", no_backoff, "expected"),
+    Check("113-provisioner-hangs", waits_without_end, "expected"),
+    Check("114-provisioner-lies", refusals_are_ignored, "expected"),
+    Check("115-server-without-agent", never_gives_up, "expected"),
+    Check("116-balancer-dies-in-between", orphans_stay, "expected"),
+    Check("117-successor-releases", unmarked, "expected"),
+    Check("118-dies-while-joining", never_gives_up, "expected"),
     Check("74-short-of-cpu", only_bytes_count, "expected"),
     Check("74-short-of-cpu", largest_first, "expected"),
     Check("74-short-of-cpu", full_servers_are_filled, "expected"),

@@ -6,11 +6,15 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from dynamoth.machine.events import CommandPart
+from dynamoth_balancer.decide import failover
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install import copies, lease
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.contention import Contention
+from dynamoth_balancer.install.installer import Installer
+from dynamoth_balancer.install.silence import ServerSilence
 from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_sim.mutations.standalone import agents_do_not_look_back
 
 
 def no_fence() -> AbstractContextManager[None]:
@@ -45,9 +49,40 @@ def connected_balancers_count() -> AbstractContextManager[None]:
     return replaced(lease, FREE_RENEWALS=1000)
 
 
+def dead_servers_keep_channels() -> AbstractContextManager[None]:
+    """No server ever counts as dead: changes wait for it, and its channels for its return."""
+    return replaced(ServerSilence, dead=frozenset[str]())
+
+
+def moves_are_not_replaced() -> AbstractContextManager[None]:
+    """A channel in transition is not moved again before it has settled, even if its server dies."""
+    original = failover.homeless
+
+    def settled(installer: Installer) -> list[bytes]:
+        return [name for name in original(installer) if name not in installer.transitions]
+
+    return replaced(failover, homeless=settled)
+
+
+def paused_balancers_rest() -> AbstractContextManager[None]:
+    """A paused balancer leaves channels at dead servers."""
+    original = failover.homeless
+
+    def unless_paused(installer: Installer) -> list[bytes]:
+        return [] if installer.plan.administration.paused else original(installer)
+
+    return replaced(failover, homeless=unless_paused)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("90-stale-write", no_fence, "expected"),
     Check("91-balancer-dies", second_balancers_end, "expected"),
     Check("91-balancer-pauses", connected_balancers_count, "expected"),
     Check("92-clocks-jump", no_terms, "expected"),
+    Check("93-server-dies", dead_servers_keep_channels, "expected"),
+    Check("93-server-freezes", dead_servers_keep_channels, "expected"),
+    Check("94-cut-off", agents_do_not_look_back, "G1"),
+    Check("95-dies-before-a-move", moves_are_not_replaced, "expected"),
+    Check("95-dies-in-a-move", moves_are_not_replaced, "expected"),
+    Check("96-paused", paused_balancers_rest, "expected"),
 )

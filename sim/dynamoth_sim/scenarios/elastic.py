@@ -5,8 +5,16 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 
 from __future__ import annotations
 
-from dynamoth.plan.plan import single
-from dynamoth_sim.scenarios.stage import Scenario, Stage
+from collections.abc import Callable
+from typing import Any
+
+from dynamoth.plan.plan import Plan, single
+from dynamoth_balancer.machine import BalancerMachine
+from dynamoth_balancer.provision.fleet import Life, StartServer
+from dynamoth_balancer.provision.options import FleetOptions
+from dynamoth_sim.load.clients import PublisherApp
+from dynamoth_sim.load.provisioner import Manner
+from dynamoth_sim.scenarios.stage import Scenario, SceneFailed, Stage
 
 PUSH_CPU_S = 10e-6
 """What a message to a subscriber costs a server: 400 messages/s to a subscriber and an agent take 0.009 cores."""
@@ -44,6 +52,226 @@ def short_of_cpu(stage: Stage) -> None:
     stage.expect(f"one move is enough, not {len(decided)}", len(decided) == 1)
 
 
+CAPACITY_BYTES_PER_S = 1_200_000
+"""Of each server: ten times what changes of the plan make it send."""
+
+PERIOD_S = 0.05
+HEAVY_BYTES, LIGHT_BYTES = 8500, 300
+"""On each of ``CHANNELS`` channels, a message of this size per period makes load ratio 0.87 at two servers, or 0.05."""
+
+CHANNELS = 6
+
+FLEET = FleetOptions(
+    servers_min=2,
+    servers_max=3,
+    grow_delay_s=0.5,
+    release_delay_s=1.0,
+    answer_timeout_s=1.0,
+    join_timeout_s=7.0,
+    retry_s=0.3,
+    retry_s_max=2.4,
+)
+
+GROW_S = 8.0
+"""A server that is needed takes part within this time: it joins for two seconds, and its channels move there."""
+
+SHRINK_S = 12.0
+"""A server that is not needed is freed within this time."""
+
+
+class _Load:
+    """Publishers and subscribers of some channels, and the load that they make."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        half = CHANNELS // 2
+        self.channels = [stage.channel_at(server, f"{server}-{n}-") for server in ("s1", "s2") for n in range(half)]
+        stage.subscriber("S", *self.channels)
+        self.idle = stage.subscriber("I", *self.channels)
+        self.publisher: PublisherApp = stage.publisher("P", *self.channels)
+        self.bytes = HEAVY_BYTES
+
+    def run(self, duration_s: float) -> None:
+        """Publish on each channel once per period."""
+        for _ in range(round(duration_s / PERIOD_S)):
+            for channel in self.channels:
+                self.publisher.publish(channel, size_bytes=self.bytes)
+            self.stage.run(PERIOD_S)
+
+    def until(self, what: str, condition: Callable[[], Any], patience_s: float) -> None:
+        """Publish until a condition holds; if it does not in time, the scenario fails and ends."""
+        for _ in range(round(patience_s / PERIOD_S)):
+            if condition():
+                return
+            self.run(PERIOD_S)
+        self.stage.expect(what, False, self.channels[0])
+        raise SceneFailed(what)
+
+
+def _plan(stage: Stage) -> Plan:
+    plan = stage.cluster.newest_plan()
+    assert plan is not None, "a cluster that was opened stores a plan"
+    return plan
+
+
+def _started(stage: Stage) -> list[str]:
+    """Return the servers of the plan that the provisioner has started."""
+    return [id_ for id_ in _plan(stage).servers if id_.startswith("auto-")]
+
+
+def _at(stage: Stage, load: _Load, server: str) -> int:
+    """Return how many of the channels are at a server."""
+    return sum(_plan(stage).entry(channel).route.assignment == single(server) for channel in load.channels)
+
+
+def _lives(stage: Stage) -> list[Life]:
+    """Return the stages of the servers that the balancer has asked for."""
+    balancer = stage.cluster.balancer.machine
+    assert isinstance(balancer, BalancerMachine) and balancer.scaling is not None
+    return list(balancer.scaling.fleet.lives.values())
+
+
+def _grown(stage: Stage) -> tuple[_Load, str]:
+    """Have a cluster grow under load; return the load, and the new server, which has channels."""
+    load = _Load(stage)
+    load.until("a server is added under load", lambda: _started(stage), GROW_S)
+    [server] = _started(stage)
+    load.until(f"{server} gets channels", lambda: _at(stage, load, server), GROW_S)
+    return load, server
+
+
+def grow_and_shrink(stage: Stage) -> None:
+    """Case 110. A server is added under load and takes channels; when the load is low, it is emptied and freed.
+
+    It is freed only after everybody has left it. An idle subscriber has moved there and back.
+    """
+    load, server = _grown(stage)
+    load.run(1.0)
+    stage.expect("no more servers than needed", _started(stage) == [server])
+    load.bytes = LIGHT_BYTES
+    load.until(f"{server} is freed", lambda: server in stage.cluster.gone, SHRINK_S)
+    stage.expect("the plan forgets it", server not in _plan(stage).servers)
+    stage.expect("nothing is left with the provisioner", not stage.cluster.provisioner.running)
+    stage.expect_gaps(0, load.channels[0])
+
+
+def release_abandoned(stage: Stage) -> None:
+    """Case 111. While a server is emptied, the load rises again: it stays, and gets channels again."""
+    load, server = _grown(stage)
+    load.bytes = LIGHT_BYTES
+    load.until(f"{server} is released", lambda: Life.DRAINING in _lives(stage), SHRINK_S)
+    load.bytes = HEAVY_BYTES
+    load.until("the release is abandoned", lambda: _lives(stage) == [Life.ACTIVE], GROW_S)
+    load.until(f"{server} has channels again", lambda: _at(stage, load, server), GROW_S)
+    load.run(2.0)
+    stage.expect("it stays", _started(stage) == [server])
+    asked = stage.cluster.provisioner.times(StartServer)
+    stage.expect(f"no other server is asked for: {asked}", len(asked) == 1)
+
+
+def provisioner_fails(stage: Stage) -> None:
+    """Case 112. A provisioner that fails is asked ever more rarely, and reported; then it works."""
+    _troubled(stage, Manner.FAILS, "no credit left")
+
+
+def provisioner_hangs(stage: Stage) -> None:
+    """Case 113. A provisioner that does not answer is asked again after a timeout, ever more rarely."""
+    _troubled(stage, Manner.HANGS, "has not answered")
+
+
+def provisioner_lies(stage: Stage) -> None:
+    """Case 114. A provisioner announces a server that does not run. It is given up, freed, and tried again."""
+    _troubled(stage, Manner.LIES, "cannot be added")
+
+
+def without_agent(stage: Stage) -> None:
+    """Case 115. A provisioner starts a server without an agent: that is taken out of the plan again."""
+    _troubled(stage, Manner.HALF, "its agent does not report")
+
+
+REPORTED_S = 13.0
+"""The balancer reports a trouble within this time: it waits for a server's report for seven seconds."""
+
+TROUBLE_S = 9.0
+ASKED_MAX = 8
+"""Without longer and longer pauses a provisioner would be asked 18 times in this time."""
+
+
+def _troubled(stage: Stage, manner: Manner, reason: str) -> None:
+    """Play a provisioner that does not do its work for a while; nothing else may suffer from that."""
+    stage.cluster.provisioner.manner = manner
+    load = _Load(stage)
+    told: list[str] = []
+
+    def is_reported() -> bool:
+        balancer = stage.cluster.balancer.machine
+        assert isinstance(balancer, BalancerMachine)
+        told.extend(each.reason for each in balancer.health.problems if each.kind == "provisioner_failed")
+        return any(reason in text for text in told)
+
+    load.until(f"the balancer reports: {reason}", is_reported, REPORTED_S)
+    load.run(TROUBLE_S)
+    asked = len(stage.cluster.provisioner.times(StartServer))
+    stage.expect(f"it is asked again, and not too often: {asked} times", 2 <= asked <= ASKED_MAX)
+    stage.expect("the plan lists only servers that take part", not _started(stage) or manner is Manner.HALF)
+    stage.cluster.provisioner.manner = Manner.WORKS
+    load.until("a server takes part when it works again", lambda: _lives(stage).count(Life.ACTIVE) == 1, 2 * GROW_S)
+    load.until(
+        "and nothing else runs", lambda: len(stage.cluster.provisioner.running) == len(_started(stage)) == 1, SHRINK_S
+    )
+
+
+def balancer_dies_in_between(stage: Stage) -> None:
+    """Case 116. The balancer dies after it has asked for a server: the next one frees that, and asks for another."""
+    stage.cluster.provisioner.manner = Manner.FORGETS
+    load = _Load(stage)
+    load.until("a server is asked for", lambda: stage.cluster.provisioner.running, GROW_S)
+    [orphan] = stage.cluster.provisioner.running
+    stage.cluster.balancer.crash()
+    stage.cluster.provisioner.manner = Manner.WORKS
+    load.run(0.5)
+    stage.cluster.balancer.start()
+    load.until(f"{orphan} is freed", lambda: orphan in stage.cluster.gone, GROW_S)
+    load.until("another server takes part", lambda: _lives(stage) == [Life.ACTIVE], GROW_S)
+    stage.expect(f"{orphan} was never in the plan", orphan not in _plan(stage).administration.removed)
+
+
+def successor_releases(stage: Stage) -> None:
+    """Case 117. Another balancer than the one that added a server knows that it may be freed, and frees it."""
+    load, server = _grown(stage)
+    stage.cluster.restart_balancer()
+    load.bytes = LIGHT_BYTES
+    load.until(f"{server} is freed", lambda: server in stage.cluster.gone, 2 * SHRINK_S)
+
+
+def dies_while_joining(stage: Stage) -> None:
+    """Case 118. A server dies before it takes part: it leaves the plan again, and another one is started."""
+    load = _Load(stage)
+    load.until("a server is added under load", lambda: _started(stage), GROW_S)
+    [dead] = _started(stage)
+    stage.cluster.servers[dead].stop("it dies")
+    stage.cluster.agents[dead].crash()
+    load.until(f"{dead} is freed", lambda: dead in stage.cluster.gone, 2 * SHRINK_S)
+    load.until("another server takes part", lambda: _lives(stage) == [Life.ACTIVE], 2 * GROW_S)
+    stage.expect("the dead one has left the plan", dead not in _plan(stage).servers)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "74-short-of-cpu": Scenario(short_of_cpu, cpu_ratio_max=CPU_RATIO_MAX),
+    **{
+        name: Scenario(
+            play, servers=2, outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S, fleet=FLEET, report_interval_s=0.2
+        )
+        for name, play in {
+            "110-grow-and-shrink": grow_and_shrink,
+            "111-release-abandoned": release_abandoned,
+            "112-provisioner-fails": provisioner_fails,
+            "113-provisioner-hangs": provisioner_hangs,
+            "114-provisioner-lies": provisioner_lies,
+            "115-server-without-agent": without_agent,
+            "116-balancer-dies-in-between": balancer_dies_in_between,
+            "117-successor-releases": successor_releases,
+            "118-dies-while-joining": dies_while_joining,
+        }.items()
+    },
 }

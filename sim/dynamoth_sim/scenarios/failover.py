@@ -5,14 +5,16 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from dynamoth.plan.plan import Phase, single
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.machine import Stage as BalancerStage
-from dynamoth_sim.scenarios.stage import Scenario, Stage
+from dynamoth_sim.cluster import SERVER_DEAD_S
+from dynamoth_sim.load.clients import PublisherApp, SubscriberApp
+from dynamoth_sim.scenarios.stage import HOLD_S_MAX, Scenario, Stage
 from dynamoth_sim.world.process import Process
 
 TAKEOVER_S_MAX = 2.2
@@ -21,6 +23,12 @@ TAKEOVER_S_MAX = 2.2
 LONG_LEASE_S = 3.0
 
 HOUR_S = 3600.0
+
+TAKEN_OVER_S_MAX = 0.5
+"""How long it takes until others have the channels of a dead server: twice the look of each part, and some commands."""
+
+SERVES_S_MAX = 1.0
+"""And how soon after that a new client is confirmed there, which looks for its server first."""
 
 
 def stale_write(stage: Stage) -> None:
@@ -98,6 +106,175 @@ def clocks_jump(stage: Stage) -> None:
     stage.publish(publisher, channel)
 
 
+def server_fails(how: str, stage: Stage) -> None:
+    """Case 93. A server dies, or stands still, for so long that others get its channels. Then it is back.
+
+    Everybody goes on at the other servers in time, and nobody does anything for that. When the server is back, as it
+    was or empty, clients that are still there leave it.
+    """
+    moved, at_home, slot = stage.channel_at("s2", "m"), stage.channel_at("s1"), stage.channel_at("s1", "d")
+    stage.move(moved, "s1")
+    channels = (moved, at_home, slot)
+    subscribers = [stage.subscriber("S", *channels), stage.subscriber("T", *channels)]
+    publisher = stage.publisher("P", *channels)
+    stage.run(0.1)
+    failed_at = stage.world.now
+    back = _fail_server(stage, how)
+    _wait_taken_over(stage, channels)
+    stage.cluster.begin_at("s2")
+    late = stage.client("N", 1).subscribers[0]
+    for channel in channels:
+        late.subscribe(channel)
+    stage.wait(
+        "a new subscriber is confirmed",
+        lambda: all(stage.cluster.audit.is_open(late.name, channel) for channel in channels),
+        SERVES_S_MAX,
+    )
+    _serve(stage, publisher, [*subscribers, late], channels, since=failed_at)
+    back()
+    _wait_taken_back(stage)
+    stage.cluster.audit.calm()
+    for channel in channels:
+        stage.publish(publisher, channel, times=2)
+
+
+def cut_off(stage: Stage) -> None:
+    """Case 94. A server is cut off from the balancer, the other agents and some clients. Others go on using it.
+
+    What they say does not reach the others, and they do not hear those, which use the new servers. Each publisher ends
+    before the server is back, so that no number shows what was missed. But everybody learns that something was.
+    """
+    moved, at_home = stage.channel_at("s2", "m"), stage.channel_at("s1")
+    stage.move(moved, "s1")
+    channels = (moved, at_home)
+    inside, outside = stage.subscriber("S", *channels), stage.subscriber("T", *channels)
+    publishers = [stage.publisher("P", *channels), stage.publisher("Q", *channels)]
+    stage.run(0.1)
+    everybody = [stage.cluster.balancer, *(stage.cluster.agents[server] for server in ("s2", "s3"))]
+    everybody += [process for client in stage.cluster.clients if client.name in "TQ" for process in client.processes]
+    heal = stage.cluster.network.part([process.name for process in everybody], ["s1"])
+    _wait_taken_over(stage, channels)
+    stage.run(SERVES_S_MAX)
+    parted_at = stage.world.now
+    for publisher in publishers:
+        for channel in channels:
+            stage.publish(publisher, channel)
+    stage.run(0.1)
+    for app in (inside, outside):
+        got = len(stage.records("DELIVERS", since=parted_at, who=app.name))
+        stage.expect(f"{app.name} gets one message on each channel, not {got} on both", got == len(channels))
+    for client in stage.cluster.clients:
+        if client.name in "PQ":
+            client.crash()
+    heal()
+    _wait_taken_back(stage)
+    stage.cluster.audit.calm()
+    late = stage.publisher("R", *channels)
+    for channel in channels:
+        stage.publish(late, channel)
+
+
+def fails_during_a_move(phase: Phase, stage: Stage) -> None:
+    """Case 95. A server dies while one channel moves there and another one leaves it. Both end up at living servers."""
+    coming, leaving = stage.channel_at("s2"), stage.channel_at("s1", "l")
+    subscriber = stage.subscriber("S", coming, leaving)
+    publisher = stage.publisher("P", coming, leaving)
+    stage.run(0.1)
+    if phase is Phase.PREPARED:
+        with stage.deaf_agent("s1"):
+            _begin_to_move(stage, coming, "s1", phase)
+            _begin_to_move(stage, leaving, "s2", phase)
+            back = _fail_server(stage, "dies")
+    else:
+        stage.cluster.clients[0].pause(0.5)  # so that it has not moved
+        _begin_to_move(stage, coming, "s1", phase)
+        _begin_to_move(stage, leaving, "s2", phase)
+        back = _fail_server(stage, "dies")
+    failed_at = stage.world.now
+    _wait_taken_over(stage, (coming, leaving))
+    _serve(stage, publisher, [subscriber], (coming, leaving), since=failed_at + SERVER_DEAD_S)
+    back()
+    _wait_taken_back(stage)
+    stage.cluster.audit.calm()
+    for channel in (coming, leaving):
+        stage.publish(publisher, channel, times=2)
+
+
+def _begin_to_move(stage: Stage, channel: bytes, to: str, phase: Phase) -> None:
+    stage.cluster.change(channel, single(to))
+    stage.wait(f"the move to {to} is {phase.name}", lambda: stage.entry(channel, to).phase is phase)
+
+
+def paused_and_pinned(stage: Stage) -> None:
+    """Case 96. The server of a pinned channel dies while the balancer is paused. The channel returns when both end."""
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
+    for command, arguments in (("pin", {"channel": channel, "to": "s1"}), ("pause", {})):
+        request = stage.cluster.ask(command, arguments)
+        stage.wait(f"the balancer has done {command}", partial(stage.cluster.answers.__contains__, request))
+    back = _fail_server(stage, "dies")
+    _wait_taken_over(stage, (channel,))
+    stage.run(SERVES_S_MAX)
+    stage.publish(publisher, channel)
+    back()
+    _wait_taken_back(stage)
+    stage.expect("a paused balancer leaves the channel there", not stage.is_at(channel, "s1", Phase.PREPARED), channel)
+    stage.cluster.audit.calm()
+    stage.cluster.ask("resume", {})
+    stage.wait("the channel is back where it is pinned", partial(stage.is_at, channel, "s1", Phase.SETTLED))
+    stage.publish(publisher, channel)
+
+
+def _wait_taken_over(stage: Stage, channels: Sequence[bytes]) -> None:
+    """Wait until others have the channels of s1, which has just died; this must be soon."""
+    stage.wait(
+        "others have everything",
+        lambda: all("s1" not in _servers(stage, channel, "s2") for channel in channels),
+        SERVER_DEAD_S + TAKEN_OVER_S_MAX,
+    )
+
+
+def _wait_taken_back(stage: Stage) -> None:
+    """Wait until s1 has the present plan again, and clients that were still there have left it."""
+    stage.run(0.5)
+    stage.wait("the server has the plan", lambda: _version(stage, "s1") == _version(stage, "s2"))
+    stage.run(2.0)
+
+
+def _serve(
+    stage: Stage, publisher: PublisherApp, subscribers: Sequence[SubscriberApp], channels: Sequence[bytes], since: float
+) -> None:
+    """Publish until every subscriber has got a message on every channel, which must be soon.
+
+    What comes behind a lost message is held for its usual time before.
+    """
+
+    def is_served(name: str) -> bool:
+        return {record.channel for record in stage.records("DELIVERS", since=since, who=name)} >= {*channels}
+
+    within_s = SERVES_S_MAX + HOLD_S_MAX
+    until = stage.world.now + within_s
+    while stage.world.now < until and not all(is_served(app.name) for app in subscribers):
+        for channel in channels:
+            publisher.publish(channel)
+        stage.run(0.2)
+    for app in subscribers:
+        stage.expect(f"{app.name} gets messages on all channels within {within_s} s", is_served(app.name))
+
+
+def _fail_server(stage: Stage, how: str) -> Callable[[], None]:
+    """Make s1 fail; return what brings it back."""
+    if how == "freezes":
+        return stage.cluster.network.freeze("s1")
+    stage.cluster.servers["s1"].stop()
+    return stage.cluster.servers["s1"].start
+
+
+def _servers(stage: Stage, channel: bytes, server: str) -> set[str]:
+    """Return the servers of all routes of a channel, by the plan stored at a server."""
+    return {each for route in stage.entry(channel, server).live_routes for each in route.assignment.servers}
+
+
 def _start_standby(stage: Stage) -> None:
     stage.cluster.rival_stands_by = True
     stage.cluster.rival.start()
@@ -118,4 +295,10 @@ SCENARIOS: dict[str, Scenario] = {
     "91-balancer-dies": Scenario(partial(leader_fails, Process.crash)),
     "91-balancer-pauses": Scenario(partial(leader_fails, Process.pause)),
     "92-clocks-jump": Scenario(clocks_jump, opened=False),
+    "93-server-dies": Scenario(partial(server_fails, "dies"), losses_allowed=True),
+    "93-server-freezes": Scenario(partial(server_fails, "freezes"), losses_allowed=True),
+    "94-cut-off": Scenario(cut_off, losses_allowed=True),
+    "95-dies-before-a-move": Scenario(partial(fails_during_a_move, Phase.PREPARED), losses_allowed=True),
+    "95-dies-in-a-move": Scenario(partial(fails_during_a_move, Phase.ACTIVE), losses_allowed=True),
+    "96-paused": Scenario(paused_and_pinned, losses_allowed=True),
 }

@@ -92,8 +92,7 @@ class Stage:
         self.wait_settled(*(channel for _, channel in used))
         self.run(0.3)
         for publisher, channel in used:
-            if not self.cluster.is_stuck(channel):
-                publisher.publish(channel)
+            publisher.publish(channel)
         self.run(self.cluster.options.client.subscriber.hold_s_max + 0.5)
 
     def violations(self) -> list[Violation]:

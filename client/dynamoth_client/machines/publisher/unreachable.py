@@ -72,10 +72,11 @@ class Elsewhere(Part):
         server = self._servers[server_id]
         others = [id_ for id_, candidate in self._servers.items() if candidate.up and id_ != server_id]
         if not others:
-            unknown = next((id_ for id_ in self._plan.servers if id_ not in self._servers), None)
-            is_trying = len(self._servers) > 1 or unknown is not None
+            unknown = [id_ for id_ in self._plan.servers if id_ not in self._servers]
+            is_trying = len(self._servers) > 1 or unknown
             server.look_at = now + (NO_LINK_RETRY_S if is_trying else self._options.look_again_s)
-            return [] if unknown is None else self._servers.open(unknown, now)[1]
+            # Each client begins with another one, as all clients of a dead server do this at the same time.
+            return self._servers.open(unknown[self._client_id % len(unknown)], now)[1] if unknown else []
         server.look_at = now + self._options.look_again_s
         other = others[server.looks % len(others)]
         server.looks += 1

@@ -108,10 +108,11 @@ class SubscriberOptions:
     look_again_s_max: float = 2.0
     """The largest such distance."""
     look_elsewhere_s: float = 0.4
-    """How long a server may be unreachable before another one is asked where the channel is; up to half as long
-    again, so that not all clients ask at once. Infinity: none is."""
+    """How long a server may be unreachable before another one is asked where the channel is; for each client, longer by
+    another part of ``look_elsewhere_again_s``. Infinity: none is asked."""
     look_elsewhere_again_s: float = 1.0
-    """How often it is asked again."""
+    """How often it is asked again. All clients of a server that dies ask spread over this time, and connect to other
+    servers when they get answers."""
     marker_s: float = 1.0
     """How long the marker of a new place may fail to come before the gap is reported: its agent is gone, or stands
     still, and forwards nothing to the place that is leaving. Longer than an agent takes on a busy machine.

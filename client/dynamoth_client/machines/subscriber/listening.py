@@ -79,19 +79,20 @@ class Listening(Part):
         """Return a link to another server that is up; if there is none, None and the action that opens one.
 
         Such a link has a name of its own: nothing is subscribed to over it, and its state does not say who can be
-        reached.
+        reached. Each client begins with another server, as all clients of a dead server do this at the same time.
         """
         for name, link in self.links.items():
             if link.up and name != server:
                 return name, []
-        asked = (name for name in self._plan.servers if name != server and name not in self.links)
-        unknown = next((name for name in asked if ASK_PREFIX + name not in self.links), None)
-        if unknown is None:
+        others = [name for name in self._plan.servers if name != server and name not in self.links]
+        unknown = [name for name in others if ASK_PREFIX + name not in self.links]
+        if not unknown:
             return None, []
-        asking = ASK_PREFIX + unknown
+        chosen = unknown[self._client_id % len(unknown)]
+        asking = ASK_PREFIX + chosen
         self.links[asking] = SubscriberLink(down_since=now, idle_since=now)
         self._timers.add(now + self._options.link_idle_s, self._close_idle, asking)
-        return None, [Connect(asking, self._plan.servers[unknown].url)]
+        return None, [Connect(asking, self._plan.servers[chosen].url)]
 
     # Joining and leaving.
 

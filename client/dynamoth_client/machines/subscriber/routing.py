@@ -381,7 +381,8 @@ class Routing(Part):
 
     def _look_elsewhere_later(self, subscription: Subscription, place: Place, now: float) -> None:
         """Ask another server soon: all store the plan, and the channel may not be at this one any more."""
-        after_s = self._options.look_elsewhere_s * (1 + self._client_id % _SPREAD_STEPS / (2 * _SPREAD_STEPS))
+        spread_s = self._options.look_elsewhere_again_s * (self._client_id % _SPREAD_STEPS / _SPREAD_STEPS)
+        after_s = self._options.look_elsewhere_s + spread_s
         if after_s < _NEVER:
             self._timers.add(now + after_s, self._look_elsewhere, subscription, place)
 

@@ -1,0 +1,306 @@
+"""Experiment 3 of the Dynamoth paper (section V-E, figure 7): servers come and go with the players.
+
+Run as root with ``python -m bench.elasticity``; ``--help`` tells the rest. It takes about five minutes. Players join,
+most of them leave, and many join again, as in the paper: 800, 200, 600, scaled down to a fourth as in
+``bench.scalability``. One server runs at first. The balancer asks for more when the load is high (provisioner
+``command``), and frees them when it is low. Each is a redis-server and an agent, started on a machine of their own.
+
+What is compared
+    Server-seconds, from the moment a server is asked for until it is freed, against the best fixed number of servers in
+    hindsight. That number is at least as large as what was sent at the peak, divided by what one server can send: no
+    fixed fleet, however well balanced, can do with fewer. So the ratio that is shown is the worst one that is possible.
+    ``--fixed N`` runs the same game on N servers that stay.
+
+How quickly servers follow
+    The longest time in which the load ratio of the servers together was above the one at which the balancer asks for
+    more, and the longest in which servers were kept although one fewer would have had little enough load for a release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from types import TracebackType
+from typing import Any, Self
+
+from bench import skipped
+from bench.elastic_machines import Machines
+from bench.game import GRACE_S, PAPER_RESPONSE_MS_MAX, WINDOW_S, Schedule, mean_response_ms, overloaded_s
+from bench.game_run import GamePlan, Moment, run_game, write_parquet
+from bench.game_systems import USABLE_RATIO, Balanced
+from bench.replication_network import Network, NotPossible
+from dynamoth_cli.local.child import interrupted_by_signals
+
+FOLLOW_S_MAX = 60.0
+SERVER_SECONDS_RATIO_MAX = 1.3
+"""What is to be reached."""
+
+INTERRUPTED_STATUS = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The size of the experiment."""
+
+    servers_max: int
+    bytes_per_s_max: int
+    payload_bytes: int
+    tiles_per_side: int
+    tile_side_m: float
+    schedule: Schedule
+    balancer: Mapping[str, float]
+    grow_ratio: float = 0.6
+    release_ratio: float = 0.45
+    release_delay_s: float = 5.0
+
+    def plan(self, seed: int) -> GamePlan:
+        """Return what is played."""
+        world = {"name": f"rgame{seed}", "tiles_per_side": self.tiles_per_side, "tile_side_m": self.tile_side_m}
+        return GamePlan(world=world, payload_bytes=self.payload_bytes, schedule=self.schedule, seed=seed)
+
+    @property
+    def fleet(self) -> dict[str, object]:
+        """The settings of section ``[fleet]``, without the command."""
+        return {
+            "fleet.provisioner": "command",
+            "fleet.servers_max": self.servers_max,
+            "fleet.grow_ratio": self.grow_ratio,
+            "fleet.release_ratio": self.release_ratio,
+            "fleet.release_delay_s": self.release_delay_s,
+        }
+
+
+FULL = Setting(
+    servers_max=8,
+    bytes_per_s_max=1_250_000,
+    payload_bytes=2000,
+    tiles_per_side=8,
+    tile_side_m=50.0,
+    schedule=Schedule(((0.0, 50), (130.0, 200), (145.0, 200), (155.0, 50), (205.0, 50), (265.0, 150), (285.0, 150))),
+    balancer={"balancer.averaging_s": 5.0, "balancer.wait_s": 10.0, "balancer.channel_rest_s": 15.0},
+)
+SMALL = Setting(
+    servers_max=4,
+    bytes_per_s_max=500_000,
+    payload_bytes=2000,
+    tiles_per_side=6,
+    tile_side_m=50.0,
+    schedule=Schedule(((0.0, 18), (50.0, 40), (65.0, 40), (70.0, 15), (105.0, 15))),
+    balancer={"balancer.averaging_s": 4.0, "balancer.wait_s": 4.0, "balancer.channel_rest_s": 5.0},
+)
+"""Takes two minutes, in ``make bench``."""
+
+
+class Elastic(Balanced):
+    """Dynamoth with one server, whose balancer starts and frees others.
+
+    Args:
+        network: gets a machine for each server.
+        setting: the size of the experiment.
+
+    """
+
+    def __init__(self, network: Network, setting: Setting) -> None:
+        self._machines = Machines(network, int(setting.bytes_per_s_max * USABLE_RATIO))
+        self._stack = ExitStack()
+        settings = {**setting.balancer, **setting.fleet, "fleet.command": self._machines.command}
+        super().__init__(network, 1, setting.bytes_per_s_max, settings)
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._machines)
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)  # the balancer first: it would ask for servers
+        finally:
+            self._stack.close()
+
+    @property
+    def servers(self) -> Sequence[str]:
+        """The first server, and those that were started and are not freed."""
+        return [*super().servers, *self._machines.servers]
+
+    def second(self, ratios: Mapping[str, float]) -> int:
+        """Return how many channels and slots the balancer has begun to move since the call before."""
+        self._machines.check()
+        return super().second(ratios)
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """The ids of its processes, by name."""
+        return {**super().processes, **self._machines.processes}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run: times in seconds."""
+
+    server_s: float
+    #: Of the best fixed number of servers, at least.
+    fixed_server_s: float
+    fixed_servers: int
+    servers_most: int
+    #: The longest time with too few servers, and with too many.
+    short_s: float
+    spare_s: float
+    #: The longest time in which the mean response time was too high.
+    slow_s: int
+    response_ms: float | None
+    response_ms_wan: float | None
+    lost: int
+    out_of_order: int
+    gaps: int
+    publish_failed: int
+    busy_ratio_mean: float
+
+    @property
+    def ratio(self) -> float:
+        """Server-seconds against those of the best fixed number."""
+        return self.server_s / self.fixed_server_s
+
+
+def judge(moments: Sequence[Moment], setting: Setting) -> Outcome:
+    """Compare the servers that there were with those that were needed."""
+    times_s = [moments[0].at_s, *(later.at_s - earlier.at_s for earlier, later in pairwise(moments))]
+    # What all servers sent, in parts of what one can send.
+    sent = [sum(moment.load_ratios) / USABLE_RATIO for moment in moments]
+    loads = [mean(sent[max(0, end - WINDOW_S) : end]) for end in range(1, len(sent) + 1)]
+    fixed = max(1, math.ceil(max(loads)))
+    short = [load > setting.grow_ratio * each.servers for load, each in zip(loads, moments, strict=True)]
+    spare = [
+        each.servers > 1 and load <= setting.release_ratio * (each.servers - 1)
+        for load, each in zip(loads, moments, strict=True)
+    ]
+    responses = [moment.response(wan=False) for moment in moments]
+    return Outcome(
+        server_s=sum(moment.servers * time_s for moment, time_s in zip(moments, times_s, strict=True)),
+        fixed_server_s=fixed * moments[-1].at_s,
+        fixed_servers=fixed,
+        servers_most=max(moment.servers for moment in moments),
+        short_s=longest_s(short, times_s),
+        spare_s=longest_s(spare, times_s),
+        slow_s=max(overloaded_s(responses[:end]) for end in range(1, len(responses) + 1)),
+        response_ms=mean_response_ms(responses),
+        response_ms_wan=mean_response_ms([moment.response(wan=True) for moment in moments]),
+        lost=sum(moment.lost for moment in moments),
+        out_of_order=sum(moment.out_of_order for moment in moments),
+        gaps=sum(moment.gaps for moment in moments),
+        publish_failed=sum(moment.publish_failed for moment in moments),
+        busy_ratio_mean=mean(moment.busy_ratio or 0.0 for moment in moments),
+    )
+
+
+def longest_s(holds: Sequence[bool], times_s: Sequence[float]) -> float:
+    """Return the longest time without a break in which something holds."""
+    longest = present = 0.0
+    for each, time_s in zip(holds, times_s, strict=True):
+        present = present + time_s if each else 0.0
+        longest = max(longest, present)
+    return longest
+
+
+def measure(setting: Setting, seed: int, fixed: int | None, say: Callable[[str], None]) -> list[Moment]:
+    """Play the game; ``fixed``: on so many servers that stay. Raises NotPossible."""
+    plan = setting.plan(seed)
+    with Network(setting.bytes_per_s_max) as network, ExitStack() as stack:
+        if fixed is None:
+            system: Balanced = Elastic(network, setting)
+        else:
+            system = Balanced(network, fixed, setting.bytes_per_s_max, setting.balancer)
+        stack.enter_context(system)
+        return run_game("dynamoth", system, network, plan, setting.bytes_per_s_max, say)
+
+
+def table(outcome: Outcome, setting: Setting) -> Iterator[str]:
+    """Give the lines of a table."""
+    players = ", ".join(f"{number} at {at_s:g} s" for at_s, number in setting.schedule.points)
+    yield f"players: {players}"
+    yield "the paper: 800, down to 200, up to almost 600; 1 to 8 servers"
+    row = "{:44}{:>10}"
+    yield row.format("most servers at a time", outcome.servers_most)
+    yield row.format("server-seconds", f"{outcome.server_s:.0f}")
+    yield row.format(
+        f"  of {outcome.fixed_servers} fixed servers, the fewest for the peak", f"{outcome.fixed_server_s:.0f}"
+    )
+    yield row.format(f"  ratio (at most {SERVER_SECONDS_RATIO_MAX:g})", f"{outcome.ratio:.2f}")
+    yield row.format(f"longest time with too few (at most {FOLLOW_S_MAX:g} s)", f"{outcome.short_s:.0f} s")
+    yield row.format(f"  with too many (at most {FOLLOW_S_MAX:g} s)", f"{outcome.spare_s:.0f} s")
+    yield row.format(
+        f"longest time above {PAPER_RESPONSE_MS_MAX:g} ms mean (at most {GRACE_S} s)", f"{outcome.slow_s} s"
+    )
+    yield row.format("mean response", _ms(outcome.response_ms))
+    yield row.format("  with the wide area", _ms(outcome.response_ms_wan))
+    yield row.format(
+        "messages lost; doubled or out of order; gaps", f"{outcome.lost}; {outcome.out_of_order}; {outcome.gaps}"
+    )
+    yield row.format("processors busy, mean", f"{outcome.busy_ratio_mean:.0%}")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} ms"
+
+
+def main() -> int:
+    """Measure and print. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.elasticity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="a small game, for two minutes in all")
+    parser.add_argument("--fixed", type=int, metavar="N", help="on N servers that stay, for comparison")
+    parser.add_argument("--seed", type=int, default=1, help="of the players' paths and channels' names (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--parquet", type=Path, metavar="FILE", help="write the raw data there: a row for each second")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .svg or .png; needs matplotlib")
+    arguments = parser.parse_args()
+    plot: Path | None = arguments.plot
+    draw = None if plot is None else _drawer()
+    setting = SMALL if arguments.small else FULL
+    try:
+        with interrupted_by_signals():
+            moments = measure(setting, arguments.seed, arguments.fixed, _say)
+    except NotPossible as error:
+        sys.stderr.write(f"skipped: the benchmark of elasticity {error}\n")
+        return skipped.STATUS
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: networks and processes are removed\n")
+        return INTERRUPTED_STATUS
+    outcome = judge(moments, setting)
+    sys.stdout.write("\n".join([*table(outcome, setting), ""]))
+    if arguments.json is not None:
+        results: dict[str, Any] = {**asdict(outcome), "ratio": outcome.ratio, "setting": asdict(setting)}
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.parquet is not None:
+        write_parquet(moments, arguments.parquet)
+    if draw is not None and plot is not None:
+        draw(moments, plot)
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _drawer() -> Callable[[Sequence[Moment], Path], None]:
+    """Return the function that draws. Called before the measurement, so that a missing matplotlib shows at once."""
+    from bench.game_plot import draw
+
+    return draw
+
+
+if __name__ == "__main__":
+    sys.exit(main())

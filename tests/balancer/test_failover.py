@@ -1,0 +1,66 @@
+"""What dead servers have goes to others, and nothing else counts as death."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynamoth.plan.plan import Assignment, Mode, Phase, single
+from dynamoth.plan.slots import SLOTS
+from dynamoth_balancer.install.silence import ServerSilence
+from tests.balancer.cluster import NO_DECISIONS, started
+
+OPTIONS = replace(NO_DECISIONS, server_dead_s=2.0)
+
+
+def test_a_pause_of_the_balancer_itself_makes_no_server_dead() -> None:
+    silence = ServerSilence(["s1", "s2"], 3.0)
+    now = 100.0
+    for _ in range(20):
+        now += 0.1
+        silence.hear("s2")
+        silence.tick(now)
+    assert not silence.dead
+    silence.tick(now + 60.0)  # it was stopped for a minute, and finds nothing but what it knew before
+    assert not silence.dead
+    for _ in range(10):
+        now += 0.1
+        silence.hear("s2")
+        silence.tick(now + 60.0)
+    assert silence.dead == {"s1"}
+    silence.hear("s1")
+    assert not silence.dead
+
+
+def test_slots_and_channels_of_a_dead_server_are_shared_among_the_others() -> None:
+    cluster, balancer = started(4, OPTIONS)
+    replicated, kept = balancer.at_home("s1"), balancer.at_home("s2")
+    for channel, mode, servers in ((replicated[0], "all-publishers", "134"), (kept[0], "all-subscribers", "12")):
+        named = [f"s{number}" for number in servers]
+        assert cluster.ask("replicate", {"channel": channel, "mode": mode, "servers": named}).error is None
+    cluster.stop_server("s1")
+    cluster.run(OPTIONS.server_dead_s - 0.5)
+    assert not balancer.machine.transitions
+    cluster.run(2.0)
+    plan = balancer.plan
+    assert "s1" not in plan.servers_in_use
+    assert plan.entry(replicated[0]).route.assignment == Assignment(Mode.ALL_PUBLISHERS, ("s3", "s4"))
+    assert plan.entry(kept[0]).route.assignment == single("s2")
+    assert {entry.phase for entry in plan.entries.values()} == {Phase.SETTLED}
+    slots = balancer.machine.slots_left("s1")
+    assert slots == 0
+    installer = balancer.machine._installer  # pyright: ignore[reportPrivateUsage]
+    assert installer is not None
+    shares = {server: len(slots) for server, slots in installer.index.slots_at.items()}
+    assert sum(shares.values()) == SLOTS
+    assert max(shares.values()) - min(shares[each] for each in ("s2", "s3", "s4")) < SLOTS / 8
+    [problem] = [each for each in balancer.machine.health.problems if each.kind == "server_unreachable"]
+    assert "others have taken over its channels and slots" in problem.reason
+
+
+def test_with_half_of_the_servers_dead_nothing_changes() -> None:
+    cluster, balancer = started(2, OPTIONS)
+    version = balancer.plan.version
+    cluster.stop_server("s1")
+    cluster.run(3 * OPTIONS.server_dead_s)
+    assert balancer.plan.version == version
+    assert not balancer.machine.transitions
