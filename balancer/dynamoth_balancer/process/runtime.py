@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from dynamoth.errors import ConfigError
 from dynamoth.plan.plan import Mode, Server
+from dynamoth.plan.slots import is_slot
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_balancer.admin.changes import mode_name
-from dynamoth_balancer.decide.cluster import Decision
+from dynamoth_balancer.decide.cluster import Decision, Move
 from dynamoth_balancer.events import (
     BalancerNews,
     Decided,
@@ -166,8 +167,12 @@ class _BalancerProcess(DaemonProcess[BalancerNews | ProvisionerRequest]):
 
 
 def _log_decision(log: DaemonLog, decision: Decision) -> None:
-    """Log each move with its reason, and what could not be reached: at most ``moves_per_plan_max`` lines per plan."""
+    """Log each move of a channel with its reason, slots in one line for each pair of servers, and the findings."""
+    slots: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[Move]] = {}
     for move in decision.moves:
+        if is_slot(move.channel):
+            slots.setdefault((move.reason, move.before.servers, move.after.servers), []).append(move)
+            continue
         fields: dict[str, Any] = {
             "channel": move.channel,
             "mode": mode_name(move.after.mode),
@@ -178,6 +183,9 @@ def _log_decision(log: DaemonLog, decision: Decision) -> None:
         }
         message = _DECIDED[move.before.mode is Mode.SINGLE, move.after.mode is Mode.SINGLE]
         log.write(logging.INFO, message, move.reason, **fields)
+    for (reason, before, after), moves in slots.items():
+        where: dict[str, Any] = {"from": before[0], "to": after[0]}
+        log.write(logging.INFO, "decided to move slots", reason, slots=len(moves), **where)
     for finding in decision.findings:
         details: dict[str, Any] = {"server": finding.server, "load_ratio": round(finding.load_ratio, 3)}
         if finding.channel is not None:
