@@ -10,9 +10,10 @@ import asyncio
 import os
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -55,6 +56,8 @@ class Seen:
     duplicated: int = 0
     reordered: int = 0
     gaps: int = 0
+    #: How many gaps there were for each reason.
+    reasons: Counter[str] = field(default_factory=Counter[str])
 
     def __add__(self, other: Seen) -> Seen:
         """Return the sums."""
@@ -65,6 +68,7 @@ class Seen:
             self.duplicated + other.duplicated,
             self.reordered + other.reordered,
             self.gaps + other.gaps,
+            self.reasons + other.reasons,
         )
 
 
@@ -81,7 +85,8 @@ class Listener:
         self._begun, self._all_confirmed = asyncio.Event(), asyncio.Event()
         self.delivered = 0
         self._skipped: set[tuple[int, int]] = set()
-        self._duplicated = self._reordered = self._gaps = 0
+        self._duplicated = self._reordered = 0
+        self._gaps = Counter[str]()
         #: From ``publish`` to here, in ms, since it was emptied.
         self.delays_ms: list[float] = []
 
@@ -107,7 +112,7 @@ class Listener:
             if self.confirmed == len(self._index):
                 self._all_confirmed.set()
         elif message["type"] == "gap":
-            self._gaps += 1
+            self._gaps[message["data"].reason] += 1
         elif message["type"] == "message":
             number, at = message["data"].split()
             self.delays_ms.append((time.monotonic() - float(at)) * 1000)
@@ -132,7 +137,8 @@ class Listener:
     def seen(self, published: array[int], before: int = 0) -> Seen:
         """Return what there was of all messages after the first ``before`` ones."""
         total = sum(published) - before
-        return Seen(total, self.delivered, self.lost(published), self._duplicated, self._reordered, self._gaps)
+        lost, gaps = self.lost(published), self._gaps
+        return Seen(total, self.delivered, lost, self._duplicated, self._reordered, gaps.total(), gaps)
 
 
 class Clients:

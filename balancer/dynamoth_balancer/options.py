@@ -46,7 +46,7 @@ class BalancerOptions(PlanningSettings):
     )
     channel_ratio_min: float = setting(0.001, "a channel with a smaller share of its server is not moved", minimum=0)
     slot_subscriptions_max: int = setting(
-        5000, "about as many subscriptions move with the slots of one step, away from a server or to it", minimum=1
+        2000, "about as many subscriptions move with the slots of one step, away from a server or to it", minimum=1
     )
     silent_s: float = setting(
         600.0,

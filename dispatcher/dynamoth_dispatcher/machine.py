@@ -383,7 +383,7 @@ class DispatcherMachine:
         assert known is not None and self.plan is not None, "a change was applied"
         actions = self._catch_up_with(known, self.plan, delta.entries)
         self.transitions.plan = self.plan
-        if delta.servers is not None and self.plan is not None:
+        if delta.servers is not None:
             actions += self.forwarder.follow(self.plan.servers)
         if any(map(is_slot, delta.entries)):  # any channel may inherit from it
             self._forget_at_rest()

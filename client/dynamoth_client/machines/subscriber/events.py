@@ -113,7 +113,7 @@ class SubscriberOptions:
     look_elsewhere_again_s: float = 1.0
     """How often it is asked again. All clients of a server that dies ask spread over this time, and connect to other
     servers when they get answers."""
-    marker_s: float = 1.0
+    marker_s: float = 3.0
     """How long the marker of a new place may fail to come before the gap is reported: its agent is gone, or stands
     still, and forwards nothing to the place that is leaving. Longer than an agent takes on a busy machine.
     Infinity: it is not."""
