@@ -24,7 +24,7 @@ REFUSAL = "FENCED"
 
 READ_TERM: tuple[bytes, ...] = (b"GET", TERM_KEY)
 
-_READ = b"""local stored = tonumber(redis.pcall('GET', KEYS[1]))
+_BEGIN = b"""local stored = tonumber(redis.pcall('GET', KEYS[1]))
 if not stored or not (stored >= 0 and stored <= 4294967295) then stored = 0 end
 local term = tonumber(ARGV[1])
 local function call(...)
@@ -39,11 +39,11 @@ _SET = b"""local set = call('SET', KEYS[1], ARGV[1])
 if set.err then return set end
 """
 
-CLAIM_SCRIPT = _READ + b"if stored >= term then return stored end\n" + _SET + b"return 0\n"
+CLAIM_SCRIPT = _BEGIN + b"if stored >= term then return stored end\n" + _SET + b"return 0\n"
 """Returns 0 when the term is granted, else the term that is stored."""
 
 WRITE_SCRIPT = (
-    _READ
+    _BEGIN
     + b"if stored > term then return redis.error_reply('FENCED by a newer term, ' .. stored) end\n"
     + b"if stored < term then\n"
     + _SET
