@@ -86,6 +86,8 @@ class Setting:
     channels_per_report_max: int = 1000
     #: How long a channel that the plan names is silent before it returns to its slot.
     silent_s: float = 1000.0
+    #: How long a server is silent before others get what it has.
+    server_dead_s: float = SERVER_DEAD_S
     #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
     forwards_max: int = 1000
     #: Servers that the balancer drains.
@@ -174,7 +176,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             reports_min=2,
             decision_interval_s=0.25,
             channel_rest_s=0.5,
-            server_dead_s=SERVER_DEAD_S,
+            server_dead_s=setting.server_dead_s,
             agent_stale_s=1.5,
             ack_timeout_s=0.2,
             recovery_s=0.5,

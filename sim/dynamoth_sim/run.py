@@ -171,8 +171,8 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     for client in cluster.clients:
         for app in client.subscribers:
             app.read_all()
-    if cluster.added:
-        violations += _fill(cluster, workload)
+    if stayed := [server for server in cluster.added if server not in cluster.gone]:
+        violations += _fill(cluster, workload, stayed[-1])
     if cluster.gone:
         workload.subscribe_late()
     world.run_until(world.now + RECOVERY_S)
@@ -202,9 +202,9 @@ def _settle(cluster: Cluster, workload: Workload) -> list[Violation]:
     return [Violation("settling", text, world.now, story=world.trace.story(channel, None))]
 
 
-def _fill(cluster: Cluster, workload: Workload) -> list[Violation]:
+def _fill(cluster: Cluster, workload: Workload, server: str) -> list[Violation]:
     """Move every channel to a server that was added, once that may be: who has a pattern has found it by then."""
-    world, server = cluster.world, cluster.added[-1]
+    world = cluster.world
     end = world.now + SETTLE_S_MAX
 
     def is_there(channel: bytes) -> bool:

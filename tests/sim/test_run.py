@@ -15,7 +15,6 @@ from dynamoth_sim.mutations.mutation import Mutation, replaced
 from dynamoth_sim.mutations.published_protocol import (
     absence_without_end,
     empty_when_moves_begin,
-    gone_in_silence,
     headers_read_once,
     no_markers,
     no_verification,
@@ -60,8 +59,7 @@ def test_processes_share_the_seeds_and_outcomes_come_in_order() -> None:
         (no_markers, "delays", 200, 1),
         (headers_read_once, "joining", 8, 4),
         (absence_without_end, "dying", 3, 3),
-        (empty_when_moves_begin, "leaving", 24, 5),
-        (gone_in_silence, "dying", 60, 1),
+        (empty_when_moves_begin, "leaving", 24, 3),
     ],
 )
 def test_random_worlds_find_what_the_scenarios_find(

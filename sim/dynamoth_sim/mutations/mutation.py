@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
+
+from dynamoth_dispatcher.machine import DispatcherMachine
 
 Mutation = Callable[[], AbstractContextManager[None]]
 
@@ -35,6 +38,18 @@ def no_actions(*_: Any, **__: Any) -> list[Any]:
 def returning(value: Any) -> Callable[..., Any]:
     """Return a function that returns ``value`` whatever it is called with."""
     return lambda *_, **__: value
+
+
+def uncorrected(mutation: Mutation) -> Mutation:
+    """Return a mutation under which agents do not correct who is misplaced, either: that would hide the fault."""
+
+    @wraps(mutation)
+    @contextmanager
+    def both() -> Generator[None]:
+        with mutation(), replaced(DispatcherMachine, _catch_up_with=no_actions):
+            yield
+
+    return both
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ IDLE_S = 1.0
 FORGED_NUMBER = 2**43
 """What no publisher of a scenario comes to, and a real one may."""
 
-ELSEWHERE_S_MAX = 0.3
+ELSEWHERE_S_MAX = 0.5
 """How soon a client of the simulation finds a channel whose server is gone: a third of what real clients take."""
 
 

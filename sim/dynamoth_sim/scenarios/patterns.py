@@ -109,7 +109,7 @@ def pattern_server_leaves(stage: Stage) -> None:
 
 
 def pattern_server_dies(stage: Stage) -> None:
-    """Case 33. A server dies for good, with a message that T was not sent any more, and nothing comes behind that."""
+    """Case 33. A server dies for good, with a message that T was not sent any more; its publisher dies, too."""
     channel, other = stage.channel_at("s1"), stage.channel_at("s2")
     app = stage.pattern_subscriber("T", PATTERN)
     publisher = stage.publisher("P", channel)
@@ -117,9 +117,10 @@ def pattern_server_dies(stage: Stage) -> None:
         stage.publish(publisher, channel)
         stage.cut(app.process.name, "s1")
         stage.cluster.stop_for_good("s1", orderly=False)
+        stage.cluster.clients[-1].crash()
     stage.run(CONFIRMED_S_MAX)
     stage.cluster.audit.calm()
-    stage.publish(publisher, other)
+    stage.publish(stage.publisher("Q"), other)
     stage.pattern_subscriber("U", PATTERN)
 
 
@@ -129,5 +130,5 @@ SCENARIOS: dict[str, Scenario] = {
     "29-pattern-cut-off": Scenario(pattern_cut_off, losses_allowed=True),
     "30-pattern-finds-servers": Scenario(pattern_finds_servers),
     "32-pattern-server-leaves": Scenario(pattern_server_leaves),
-    "33-pattern-server-dies": Scenario(pattern_server_dies, losses_allowed=True),
+    "33-pattern-server-dies": Scenario(pattern_server_dies, losses_allowed=True, server_dead_s=5.0),
 }

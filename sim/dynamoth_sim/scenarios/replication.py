@@ -102,7 +102,11 @@ def never_empty(stage: Stage) -> None:
     channel = stage.channel_with_subscriber("s1")
     publisher = stage.publisher("P", channel)
     both = Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s2"))
-    stage.cluster.change(channel, both)
+    with stage.held("S", "s1", to_server=False):
+        stage.cluster.change(channel, both)
+        stage.run(1.0)
+        settled = stage.holds(channel, both, Phase.SETTLED)
+        stage.expect("it does not settle before S has followed", not settled, channel)
     stage.wait("it settles", partial(stage.holds, channel, both, Phase.SETTLED), SETTLE_S_MAX)
     stage.publish(publisher, channel, times=3)
 
@@ -274,7 +278,7 @@ SCENARIOS: dict[str, Scenario] = {
         for name, mode in _OF_MODE.items()
     },
     **{
-        f"23-{name}-replica-away": Scenario(partial(replica_away, mode), losses_allowed=True)
+        f"23-{name}-replica-away": Scenario(partial(replica_away, mode), losses_allowed=True, server_dead_s=1000.0)
         for name, mode in _OF_MODE.items()
     },
     "24-every-replica-forwards": Scenario(every_replica_forwards, servers=4),

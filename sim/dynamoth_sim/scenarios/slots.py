@@ -166,5 +166,5 @@ SCENARIOS: dict[str, Scenario] = {
     "83-long-tail": Scenario(long_tail, outgoing_bytes_per_s_max=LITTLE_BYTES_PER_S, channels_per_report_max=1),
     "84-folded": Scenario(folded),
     "85-silent": Scenario(silent, silent_s=1.0),
-    "86-not-revived": Scenario(not_revived, servers=4),
+    "86-not-revived": Scenario(not_revived, servers=4, server_dead_s=1000.0),
 }
