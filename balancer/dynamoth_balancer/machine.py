@@ -84,13 +84,13 @@ from dynamoth_balancer.events import (
 from dynamoth_balancer.install import candidate, contention, copies, lease, leaver, listeners, takeover
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
+from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.hearing import Hearing
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.recovery import Conflict
-from dynamoth_balancer.install.silence import ServerSilence
 from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.provision.options import FleetOptions
@@ -187,7 +187,7 @@ class BalancerMachine:
         )
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
-        self._silence = ServerSilence(ids, self.options.server_dead_s)
+        self._dead_servers = DeadServers(ids, self.options.server_dead_s)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(
             self._model,
@@ -338,10 +338,10 @@ class BalancerMachine:
         actions = self._follow_lease(now)
         match event:
             case Pushed(link, messages):
-                self._silence.hear(link)
+                self._dead_servers.hear(link)
                 actions += self._on_pushes(link, messages, now)
             case Replied(link, tag, value):
-                self._silence.hear(link)
+                self._dead_servers.hear(link)
                 actions += self._on_reply(link, tag, value, now)
             case Tick():
                 actions += self._on_tick(now)
@@ -451,7 +451,7 @@ class BalancerMachine:
             self._servers[server.id] = server
             self._down_reasons[server.id] = "not connected yet"
             self._agents.add(server.id)
-            self._silence.add(server.id)
+            self._dead_servers.add(server.id)
             self._model.add_server(server.id)
         self._lease.vote(list(servers))
         actions: list[BalancerAction] = [action for id_ in gone for action in self._part_with(id_, now)]
@@ -471,7 +471,7 @@ class BalancerMachine:
             record.pop(server, None)
         self._listeners.link_down(server, now)
         self._agents.remove(server)
-        self._silence.remove(server)
+        self._dead_servers.remove(server)
         self._model.remove_server(server)
         back = self._lease.drop(server)
         if self.stage is not Stage.LEADING and server in self._configured:
@@ -497,7 +497,7 @@ class BalancerMachine:
             return [self._contention.read(server)]
         if server not in self._servers:
             return [*self.membership.link_up(server, run_id)]
-        self._silence.hear(server)
+        self._dead_servers.hear(server)
         self._run_ids[server] = run_id
         self._down_reasons.pop(server, None)
         actions: list[InnerAction] = [
@@ -740,7 +740,7 @@ class BalancerMachine:
         actions: list[InnerAction] = []
         if self._tick_at is None or now >= self._tick_at:
             self._tick_at = now + TICK_INTERVAL_S
-            self._silence.tick(now)
+            self._dead_servers.tick(now)
             actions += self._lease.tick(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
@@ -850,7 +850,7 @@ class BalancerMachine:
 
     def _fail_over(self, installer: Installer, now: float) -> list[InnerAction]:
         """Give what dead servers have to others: whether the balancer is paused, and whatever else is under way."""
-        before, dead = installer.dead, self._silence.dead
+        before, dead = installer.dead, self._dead_servers.dead
         # With half of the servers dead, the lease may last a little longer, but nothing could be stored at a majority.
         installer.note_dead(dead if 2 * len(dead) < len(self._servers) else frozenset())
         actions: list[InnerAction] = [

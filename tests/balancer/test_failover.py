@@ -6,29 +6,29 @@ from dataclasses import replace
 
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth.plan.slots import SLOTS
-from dynamoth_balancer.install.silence import ServerSilence
+from dynamoth_balancer.install.dead_servers import DeadServers
 from tests.balancer.cluster import NO_DECISIONS, started
 
 OPTIONS = replace(NO_DECISIONS, server_dead_s=2.0)
 
 
 def test_a_pause_of_the_balancer_itself_makes_no_server_dead() -> None:
-    silence = ServerSilence(["s1", "s2"], 3.0)
+    servers = DeadServers(["s1", "s2"], 3.0)
     now = 100.0
     for _ in range(20):
         now += 0.1
-        silence.hear("s2")
-        silence.tick(now)
-    assert not silence.dead
-    silence.tick(now + 60.0)  # it was stopped for a minute, and finds nothing but what it knew before
-    assert not silence.dead
+        servers.hear("s2")
+        servers.tick(now)
+    assert not servers.dead
+    servers.tick(now + 60.0)  # it was stopped for a minute, and finds nothing but what it knew before
+    assert not servers.dead
     for _ in range(10):
         now += 0.1
-        silence.hear("s2")
-        silence.tick(now + 60.0)
-    assert silence.dead == {"s1"}
-    silence.hear("s1")
-    assert not silence.dead
+        servers.hear("s2")
+        servers.tick(now + 60.0)
+    assert servers.dead == {"s1"}
+    servers.hear("s1")
+    assert not servers.dead
 
 
 def test_slots_and_channels_of_a_dead_server_are_shared_among_the_others() -> None:

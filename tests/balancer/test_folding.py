@@ -14,7 +14,7 @@ from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Phase, Plan, single
 from dynamoth.plan.slots import SLOTS, is_slot, slot_of
-from dynamoth_balancer.decide.tidy import LOOKS_MAX, SILENT_MAX, Silence
+from dynamoth_balancer.decide.tidy import LOOKS_MAX, SILENT_MAX, SilentChannels
 from dynamoth_balancer.install.book import merge_entries
 from dynamoth_balancer.install.folding import Folding, is_folded
 from dynamoth_balancer.install.installer import FOLDED_RATIO_MIN
@@ -210,11 +210,11 @@ def test_silent_channels_are_found_in_turns_and_their_number_is_bounded() -> Non
     away = PLAN_0.base[0]
     channels = [b"%d" % number for number in range(3 * LOOKS_MAX) if PLAN_0.ring.home(b"%d" % number) != away]
     plan = moved(PLAN_0, away, *channels)
-    silence = Silence(10.0)
+    silent = SilentChannels(10.0)
     for _ in range(5):
-        silence.look(plan, lambda server, channel: channel == channels[0], 0.0)
-    assert silence.returning(plan, 5.0) == []
-    found = silence.returning(plan, 10.0)
+        silent.look(plan, lambda server, channel: channel == channels[0], 0.0)
+    assert silent.returning(plan, 5.0) == []
+    found = silent.returning(plan, 10.0)
     assert channels[0] not in {stray.rate.channel for stray in found} and len(found) == 1000 < SILENT_MAX
     assert all(
         stray.present == single(away) and stray.pin == PLAN_0.entry(stray.rate.channel).route.assignment

@@ -33,7 +33,7 @@ from dynamoth_balancer.decide.cluster import (
 from dynamoth_balancer.decide.history import History, MadeDecision
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import pinned_names
-from dynamoth_balancer.decide.tidy import Silence, Tidy
+from dynamoth_balancer.decide.tidy import SilentChannels, Tidy
 from dynamoth_balancer.install import book
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.options import BalancerOptions
@@ -102,7 +102,7 @@ class Decider:
         self._unmeasured_since: float | None = None
         #: Whether the latest plan or step moved slots or silent channels, so that more may have to move.
         self._goes_on = False
-        self._silence = Silence(options.silent_s)
+        self._silent_channels = SilentChannels(options.silent_s)
         self._look_at = -math.inf
         self._plan_at = -math.inf
         self._findings_at = -math.inf
@@ -155,7 +155,7 @@ class Decider:
             return None
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
-        self._silence.look(installer.plan, self._model.is_busy, now)
+        self._silent_channels.look(installer.plan, self._model.is_busy, now)
         is_paused = installer.plan.administration.paused
         if is_paused or next(self._changes_under_way(installer, now), None) is not None:
             return None
@@ -264,7 +264,7 @@ class Decider:
         released = sorted(installer.leaving - installer.draining)
         cluster.releasing = {server: self._left_at(server, installer) for server in released}
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)
-        cluster.returning = self._silence.returning(installer.plan, now)
+        cluster.returning = self._silent_channels.returning(installer.plan, now)
         return cluster
 
     def _strays(self, installer: Installer) -> list[Stray]:

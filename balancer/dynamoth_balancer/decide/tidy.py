@@ -23,7 +23,7 @@ RETURNING_MAX = 1000
 """Bound of the channels that the goal gets at once."""
 
 
-class Silence:
+class SilentChannels:
     """Finds the channels of the plan of which no report has shown a load for long."""
 
     def __init__(self, silent_s: float) -> None:

@@ -11,8 +11,8 @@ from dynamoth_balancer.events import Note
 from dynamoth_balancer.install import copies, lease
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.contention import Contention
+from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_balancer.install.silence import ServerSilence
 from dynamoth_sim.mutations.mutation import Check, replaced
 from dynamoth_sim.mutations.standalone import agents_do_not_look_back
 
@@ -51,7 +51,7 @@ def connected_balancers_count() -> AbstractContextManager[None]:
 
 def dead_servers_keep_channels() -> AbstractContextManager[None]:
     """No server ever counts as dead: changes wait for it, and its channels for its return."""
-    return replaced(ServerSilence, dead=frozenset[str]())
+    return replaced(DeadServers, dead=frozenset[str]())
 
 
 def moves_are_not_replaced() -> AbstractContextManager[None]:

@@ -12,8 +12,8 @@ STEP_S_MAX = 0.2
 """Twice the interval of ticks: a longer pause between two ticks is our own."""
 
 
-class ServerSilence:
-    """Measures for how long each server has been silent.
+class DeadServers:
+    """Counts for how long each server has been silent.
 
     Args:
         servers: all servers.
