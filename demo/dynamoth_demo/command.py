@@ -1,9 +1,12 @@
 """``dynamoth demo``: a crowd of players on a cluster of its own, whose channels move while an audit looks on.
 
 The demo starts a ``LocalCluster``, then workers with auditors, players and performers (``worker.py``), watches the
-plan and the balancer, and shows everything. The players overload one server, whose channels the balancer moves; then a
-festival is too much for any one server, and the balancer spreads its channel and folds it back. In the end the demo
-stops the players, has every worker judge what arrived, and prints the result.
+plan and the balancer, and shows everything. The players overload two servers, so the balancer adds further ones and
+moves channels there. A festival is too much for any one server, and the balancer spreads its channel and folds it back.
+Meanwhile a server is killed, and others take its channels. In the end the demo stops the players, waits until servers
+that nobody needs are freed, has every worker judge what arrived, and prints the result.
+
+With a fixed number of servers (``--servers``), none is added and none is killed.
 """
 
 from __future__ import annotations
@@ -35,15 +38,16 @@ from dynamoth_cli.local.child import Child, interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.numbers import count_up_to, number
 from dynamoth_demo.festival import Festival
-from dynamoth_demo.scene import FESTIVAL_SERVERS_MIN, Scene, make_scene
+from dynamoth_demo.scene import ELASTIC_SERVERS, FESTIVAL_SERVERS_MIN, Elasticity, Scene, make_scene
 from dynamoth_demo.state import DemoState, WorkerState
 from dynamoth_demo.view import View, show_summary
 from dynamoth_demo.worker import WorkerOptions
 from dynamoth_link.urls import parse_cluster_url
 
 PLAYERS = 100
-SERVERS = 3
 SECONDS = 50.0
+ELASTIC_SECONDS = 100.0
+"""A new server gets no channels for ten seconds, whatever the pace is."""
 
 PLAYERS_PER_WORKER_MIN = 25
 PLAYERS_MAX = 5000
@@ -64,8 +68,14 @@ CROWDING_S = 8.0
 CROWDING_RATIO_MAX = 0.25
 """The balancer is paused this long, but at most for this share of the whole time: so people see the overload first."""
 
+SHRINK_TIMEOUT_S = 120.0
+"""Bound of the time in which servers that nobody needs are freed."""
+
 START_DELAY_S = 0.3
 """Players begin this long after the command to begin, so that all workers begin at the same time."""
+
+_JUDGED = ("published", "failed")
+"""What publishers say in the end, and auditors need to judge."""
 
 EVENTS_MAX = 10_000
 """Bound of events that wait to be looked at; workers wait then."""
@@ -93,12 +103,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--servers",
         type=count_up_to(SERVERS_MAX),
-        default=SERVERS,
         metavar="M",
-        help=f"number of Redis servers (default %(default)s); a channel can be spread from {FESTIVAL_SERVERS_MIN} on",
+        help=f"a fixed number of Redis servers; a channel can be spread from {FESTIVAL_SERVERS_MIN} on (default:"
+        f" {ELASTIC_SERVERS} at first, more under load, and one is killed)",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=SECONDS, metavar="S", help="how long the players play (default %(default)g)"
+        "--seconds",
+        type=_seconds,
+        metavar="S",
+        help=f"how long the players play (default {ELASTIC_SECONDS:g}, with a fixed number of servers {SECONDS:g})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     add_record(parser)
@@ -109,15 +122,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo. Returns 0 when the audit is clean, 1 when it is not or nothing was measured."""
     console = Console(soft_wrap=False)
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    servers = [f"s{index + 1}" for index in range(arguments.servers)]
-    scene = make_scene(arguments.players, servers, arguments.seconds)
-    state = DemoState(servers, scene.world.channels(), arguments.seconds, scene.festival)
+    is_elastic = arguments.servers is None
+    servers = [f"s{index + 1}" for index in range(ELASTIC_SERVERS if is_elastic else arguments.servers)]
+    seconds = arguments.seconds or (ELASTIC_SECONDS if is_elastic else SECONDS)
+    scene = make_scene(arguments.players, servers, seconds, elastic=is_elastic)
+    state = DemoState(servers, scene.world.channels(), seconds, scene.festival, scene.elasticity)
     with interrupted_by_signals():
         with View(state, console) as view, ExitStack() as running:
-            state.stage = f"starting {arguments.servers} Redis servers, their agents and the balancer"
+            state.stage = f"starting {len(servers)} Redis servers, their agents and the balancer"
             view.update()
             Demo(scene, state, seed, view.update, arguments.record).play(running)
-        summary = {"players": scene.players, "servers": len(servers), "seed": seed, **state.summary()}
+        summary = {"players": scene.players, "seed": seed, **state.summary()}
     show_summary(summary, console)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
@@ -157,6 +172,7 @@ class Demo:
             len(state.servers),
             outgoing_bytes_per_s_max=scene.outgoing_bytes_per_s_max,
             settings=scene.settings,
+            servers_max=None if scene.elasticity is None else scene.elasticity.servers_max,
             record=record,
         )
 
@@ -185,13 +201,16 @@ class Demo:
         if self._scene.festival is not None:
             self._until(playing, at, at + self._scene.festival.begins_s)
             self._hold_festival(self._scene.festival, at)
+        if self._scene.elasticity is not None:
+            self._lose_and_shrink(self._scene.elasticity, at)
         self._until(playing, at, at + state.seconds)
         self._order("stop")
         self._stage("stopping the players", lambda: all(w.stopped is not None for w in state.workers), STOP_TIMEOUT_S)
-        published = [item for w in state.workers if w.stopped for item in w.stopped.get("published", ())]
-        self._order("finish", published=published)
+        stopped = [w.stopped for w in state.workers if w.stopped]
+        published, failed = ([item for each in stopped for item in each.get(name, ())] for name in _JUDGED)
+        self._order("finish", published=published, failed=failed)
         self._stage("auditing", lambda: all(w.result is not None for w in state.workers), JUDGE_TIMEOUT_S)
-        state.take_plan(asyncio.run(read_plan(parse_cluster_url(self._cluster.url))))
+        state.take_plan(asyncio.run(read_plan(parse_cluster_url(self._cluster.url))), time.monotonic())
         state.stage = "done"
 
     def _hold_festival(self, festival: Festival, at: float) -> None:
@@ -209,6 +228,21 @@ class Demo:
         while (now := time.monotonic()) < end:
             self._state.elapsed_s = max(0.0, now - at)
             self._look(min(UPDATE_INTERVAL_S, end - now))
+
+    def _lose_and_shrink(self, elasticity: Elasticity, at: float) -> None:
+        """Kill a server and its agent, as if their machine had died; then most players go home."""
+        state, players = self._state, self._scene.players
+        self._until(f"{players} players play", at, at + elasticity.kill_at_s)
+        killed = state.servers[1]
+        self._cluster.lose(killed)
+        state.on_kill(killed, time.monotonic())
+        self._until(f"{killed} was killed, {players} players play", at, at + elasticity.leave_at_s)
+        self._order("leave", stay_ratio=elasticity.stay_ratio)
+        self._until("most players go home, servers are freed", at, at + state.seconds)
+        end = at + state.seconds + SHRINK_TIMEOUT_S
+        while not state.has_shrunk and (now := time.monotonic()) < end:
+            state.elapsed_s = now - at
+            self._look(UPDATE_INTERVAL_S)
 
     def _stage(self, stage: str, done: Callable[[], bool], timeout_s: float) -> None:
         """Wait until something has been done."""
@@ -260,6 +294,7 @@ class Demo:
             first=first,
             count=count,
             payload_bytes=self._scene.payload_bytes,
+            losses_allowed=self._scene.elasticity is not None,
             festival=None if self._scene.festival is None else asdict(self._scene.festival),
         )
         _write_line(child, asdict(options))
@@ -313,7 +348,7 @@ class _Watcher:
         state = self._state
         try:
             plan = await read_plan(self._cluster)
-            self._tell(partial(state.take_plan, plan))
+            self._tell(partial(state.take_plan, plan, time.monotonic()))
             status = await ask_balancer(self._cluster, "status", timeout_s=ANSWER_TIMEOUT_S)
             self._tell(partial(state.take_balancer, status))
         except DynamothError as error:

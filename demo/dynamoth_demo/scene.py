@@ -51,6 +51,27 @@ CROWD_MOVES_RATIO = 0.6
 """Of the whole time. Before, the crowd is dealt with; from the end on the festival's channel is folded back. The crowd
 moves while that goes on, as players need some seconds to finish their ways and to walk."""
 
+ELASTIC_SERVERS = 2
+ELASTIC_SERVERS_MAX = 4
+"""A demo whose servers come and go begins with as many, and has at most as many."""
+
+ELASTIC_LOAD_RATIO = 1.35
+"""What all tiles together make of the capacity of one server there: too much for two, with the festival for three."""
+
+ELASTIC_BYTES_PER_S_MIN = 4_000_000
+"""Capacity of a server there, at least: messages are so large that plans, which name some thousand slots while a server
+joins or leaves, are little besides."""
+
+KILL_RATIO = 0.7
+LEAVE_RATIO = 0.85
+STAY_RATIO = 0.2
+"""When a server is killed, of the whole time: the crowd has moved there. When players go home; this share stays."""
+
+SERVER_DEAD_S = 3.0
+SERVED_S_MAX = SERVER_DEAD_S + 3.0
+"""A server that is silent for this time counts as dead, in a shorter demo sooner; bound of the time for which its
+channels are not served."""
+
 FESTIVAL_SERVERS_MIN = 2
 """With fewer there is no festival, as nothing could be spread."""
 
@@ -62,8 +83,31 @@ REPORT_INTERVAL_S = 0.5
 """Balancing is quicker than is wise for real loads: a minute must show everything. The least averaging time has the
 reports that the balancer needs, and one more."""
 
+GROW_DELAY_S = 1.5
+RELEASE_DELAY_S = 8.0
+"""Servers come and go sooner than is wise, too."""
+
+LEASE_S = 10.0
+"""Nobody waits for the lease: a machine that is busy with other things must not cost the balancer its term."""
+
 UNHURRIED_S = 40.0
 """In a shorter demo the balancer is quicker still, in proportion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elasticity:
+    """How servers come and go. All times are from the moment at which the players begin.
+
+    ``servers_max``: up to how many servers the balancer may bring the cluster. ``kill_at_s``: when a server is killed.
+    ``leave_at_s``: when most players go home; ``stay_ratio`` of them stay. ``served_s_max``: bound of the time after
+    which others serve the channels of the server that was killed.
+    """
+
+    servers_max: int
+    kill_at_s: float
+    leave_at_s: float
+    stay_ratio: float = STAY_RATIO
+    served_s_max: float = SERVED_S_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +124,20 @@ class Scene:
     deliveries_per_s: float
     #: None in a demo without a festival.
     festival: Festival | None
+    #: None where the number of servers is fixed.
+    elasticity: Elasticity | None
     #: Settings of agents and balancer, by key.
     settings: Mapping[str, object]
 
 
-def make_scene(players: int, servers: list[str], seconds: float) -> Scene:
+def make_scene(players: int, servers: list[str], seconds: float, *, elastic: bool = False) -> Scene:
     """Return a scene for these players and servers.
 
     Args:
         players: how many, from 1.
         servers: their ids, all in the ring.
         seconds: how long the demo runs; everything in it is in proportion.
+        elastic: whether servers come and go; otherwise there are these, always.
 
     """
     side = max(4, round(math.sqrt(players * TILES_PER_PLAYER)))
@@ -105,18 +152,29 @@ def make_scene(players: int, servers: list[str], seconds: float) -> Scene:
     ring = Ring(servers)
     world = replace(plain, suffixes=dict(_suffixes(plain, ring)))
     deliveries_per_s = expected_deliveries_per_s(world, players)
-    total = deliveries_per_s * (PAYLOAD_BYTES + HEADER_BYTES + PUSH_BYTES)
+    payload_bytes, overhead_bytes = PAYLOAD_BYTES, HEADER_BYTES + PUSH_BYTES
+    if elastic:
+        needed = ELASTIC_BYTES_PER_S_MIN * ELASTIC_LOAD_RATIO / deliveries_per_s - overhead_bytes
+        payload_bytes = max(PAYLOAD_BYTES, round(needed))
+    total = deliveries_per_s * (payload_bytes + overhead_bytes)
     capacity = max(total / HOT_LOAD_RATIO, total / len(servers) / MEAN_LOAD_RATIO_MAX)
+    if elastic:
+        capacity = total / ELASTIC_LOAD_RATIO
     festival = make_festival(capacity, ring, seconds) if len(servers) >= FESTIVAL_SERVERS_MIN else None
     return Scene(
         world=world,
         players=players,
         auditors=AUDITORS,
-        payload_bytes=PAYLOAD_BYTES,
+        payload_bytes=payload_bytes,
         outgoing_bytes_per_s_max=max(1, round(capacity)),
         deliveries_per_s=deliveries_per_s,
         festival=festival,
-        settings={**_pace(seconds), **({} if festival is None else festival.thresholds(AUDITORS))},
+        elasticity=_elasticity(seconds) if elastic else None,
+        settings={
+            **_pace(seconds),
+            **(_elastic_pace(seconds) if elastic else {}),
+            **({} if festival is None else festival.thresholds(AUDITORS)),
+        },
     )
 
 
@@ -143,6 +201,20 @@ def make_festival(capacity: float, ring: Ring, seconds: float) -> Festival:
         gathers_s=min(_averaging_s(seconds) + 2 * REPORT_INTERVAL_S, (ends_s - begins_s) / 2),
         ends_s=ends_s,
     )
+
+
+def _elasticity(seconds: float) -> Elasticity:
+    return Elasticity(servers_max=ELASTIC_SERVERS_MAX, kill_at_s=seconds * KILL_RATIO, leave_at_s=seconds * LEAVE_RATIO)
+
+
+def _elastic_pace(seconds: float) -> Mapping[str, object]:
+    pace = min(1.0, seconds / UNHURRIED_S)
+    return {
+        "fleet.grow_delay_s": GROW_DELAY_S * pace,
+        "fleet.release_delay_s": RELEASE_DELAY_S * pace,
+        "balancer.server_dead_s": SERVER_DEAD_S * pace,
+        "balancer.lease_s": LEASE_S,
+    }
 
 
 def _pace(seconds: float) -> Mapping[str, object]:

@@ -28,6 +28,9 @@ LOAD_RATIO_SAFE = 0.6
 NEWS_SHOWN_MAX = 9
 """Lines of news in a terminal."""
 
+LABELS = {"covered_losses": "lost with a gap event"}
+"""Names of what the audit counts, where its own are not plain enough."""
+
 LINE_INTERVAL_S = 5.0
 """Time between two lines of progress."""
 
@@ -92,6 +95,9 @@ def _servers(state: DemoState) -> Table:
         table.add_column(name, justify="right")
     tiles = state.channels_at()
     for id_ in state.servers:
+        if id_ == state.killed:
+            table.add_row(id_, Text("killed", "bold red"), "", str(tiles[id_]), "", "")
+            continue
         ratio = state.load_ratios.get(id_)
         figures: Mapping[str, Any] = state.balancer["servers"].get(id_, {}) if state.balancer else {}
         colour = _colour(ratio)
@@ -139,13 +145,20 @@ def _numbers(state: DemoState) -> Text:
     published, delivered = state.rate("published"), state.rate("delivered")
     p50, p99 = (_ms(state.latencies_now.quantile_ms(ratio)) for ratio in (0.5, 0.99))
     version = "-" if state.plan is None else state.plan.version
-    found = "  ".join(f"[bold {'red' if count else 'green'}]{count}[/] {name}" for name, count in state.audit().items())
+    found = "  ".join(_found(state, name, count) for name, count in state.audit().items())
     return Text.from_markup(
-        f"[bold]{state.migrations}[/] channels moved  [bold]{state.replicated}[/] split  [bold]{state.folded_back}[/]"
+        f"[bold]{len(state.alive)}[/] servers  [bold]{state.migrations}[/] channels moved  "
+        f"[bold]{state.slots_moved}[/] slots moved  [bold]{state.replicated}[/] split  [bold]{state.folded_back}[/]"
         f" folded back  {state.in_transition} changing now  plan version {version}\n"
         f"published {published:,.0f}/s  delivered {delivered:,.0f}/s  latency p50 {p50}  p99 {p99}\n"
         f"audit of {state.audited:,} messages: {found}"
     )
+
+
+def _found(state: DemoState, name: str, count: int) -> str:
+    """Return what the audit has counted of one kind: red if there may be none."""
+    colour = "green" if count == 0 else "yellow" if name in state.allowed else "red"
+    return f"[bold {colour}]{count}[/] {LABELS.get(name, name)}"
 
 
 def _news(state: DemoState) -> Text:
@@ -161,9 +174,7 @@ def _ms(value: float | None) -> str:
 
 def progress_line(state: DemoState) -> str:
     """Return one line, for logs."""
-    ratios = " ".join(
-        f"{id_}={'-' if ratio is None else format(ratio, '.2f')}" for id_, ratio in state.load_ratios.items()
-    )
+    ratios = " ".join(f"{id_}={_load(state, id_)}" for id_ in state.servers)
     audit = " ".join(f"{name}={count}" for name, count in state.audit().items())
     published, delivered = state.rate("published"), state.rate("delivered")
     p99 = _ms(state.latencies_now.quantile_ms(0.99))
@@ -178,23 +189,53 @@ def progress_line(state: DemoState) -> str:
     )
 
 
+def _load(state: DemoState, server: str) -> str:
+    """Return the load ratio of a server, for logs."""
+    ratio = state.load_ratios.get(server)
+    return "killed" if server == state.killed else "-" if ratio is None else f"{ratio:.2f}"
+
+
 def show_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Print the result."""
     before, after = (_ratios(summary[key]) for key in ("load_ratios_before", "load_ratios_after"))
     verdict = "[bold green]clean[/]" if summary["clean"] else f"[bold red]NOT clean: {', '.join(summary['faults'])}[/]"
     irregular = ", ".join(f"{summary[name]} {name}" for name in ("lost", "duplicated", "reordered", "gaps"))
+    if "covered_losses" in summary:
+        irregular += f", {summary['covered_losses']} lost with a gap event"
     lines = [
         f"published {summary['published']:,}; delivered {summary['delivered']:,}, {summary['audited']:,} audited",
         f"audit: {verdict} ({irregular})",
-        f"channels moved: {summary['migrations']} (plan version {summary['plan_version']})",
+        f"channels moved: {summary['migrations']}, slots: {summary['slots_moved']} (plan version"
+        f" {summary['plan_version']})",
         _replication(summary),
         f"latency: p50 {_ms(summary['latency_ms_p50'])}, p99 {_ms(summary['latency_ms_p99'])}",
         f"load ratios before the first move: {before}; in the end: {after}",
     ]
+    if "covered_losses" in summary:
+        lines.append(_elasticity(summary))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     for story in summary["stories"]:
         console.print(story, markup=False, highlight=False, soft_wrap=True)
+
+
+def _elasticity(summary: Mapping[str, Any]) -> str:
+    """Return how the servers came and went."""
+    killed, served_s, server_seconds = (summary[name] for name in ("killed", "served_s", "server_seconds"))
+    text = (
+        f"servers: {summary['servers']} at first, up to {summary['servers_at_most']} under load,"
+        f" {summary['servers_in_the_end']} in the end"
+    )
+    if server_seconds is not None:
+        text += f" ({server_seconds:.0f} server-seconds)"
+    if killed is not None:
+        served = (
+            "others never served its channels"
+            if served_s is None
+            else f"others served its channels {served_s:.1f} s later"
+        )
+        text += f"; {killed} was killed, {served}; {summary['publishes_failed']} publishes raised an error"
+    return text
 
 
 def _replication(summary: Mapping[str, Any]) -> str:

@@ -6,8 +6,9 @@ The demo speaks to its workers in lines of JSON: orders come by stdin, events go
 the worker is (:class:`WorkerOptions`). Then, for each order, there is an answer::
 
     start {at}                  players begin at this time of the machine's monotonic clock
+    leave {stay_ratio}          players go home, all but this share of them
     stop                        players end after their present update      -> stopped, with what they published
-    finish {published}          wait until everything has arrived, judge    -> result
+    finish {published, failed}  wait until everything has arrived, judge    -> result
 
 ``ready`` is the first event; ``stats`` comes by itself each ``STATS_INTERVAL_S``. A worker whose stdin is closed
 ends.
@@ -79,6 +80,8 @@ class WorkerOptions:
     payload_bytes: int
     festival: dict[str, Any] | None = None
     arrival_timeout_s: float = ARRIVAL_TIMEOUT_S
+    #: Whether a server dies: messages may be lost if a gap event says so, and publishes may fail.
+    losses_allowed: bool = False
 
 
 class Worker(ABC):
@@ -94,6 +97,8 @@ class Worker(ABC):
         #: Messages that were handed to our subscribers, and calls of clients that failed.
         self.delivered = 0
         self.errors = 0
+        #: Publisher, channel and number of each message whose publish failed.
+        self.publishes_failed: list[tuple[int, str, int]] = []
         #: What went wrong, in words: the first ``STORIES_MAX``.
         self.stories: list[str] = []
         self._tasks = tasks
@@ -120,12 +125,16 @@ class Worker(ABC):
         """Begin at a time of the monotonic clock."""
 
     @abstractmethod
+    def leave(self, stay_ratio: float) -> None:
+        """End some publishers: ``stay_ratio`` of them go on."""
+
+    @abstractmethod
     async def stop(self) -> dict[str, Any]:
         """End publishing. Returns what ``stopped`` tells."""
 
     @abstractmethod
-    def expect(self, published: list[tuple[int, str, int]]) -> None:
-        """Record the final number of each publisher's messages."""
+    def expect(self, published: list[tuple[int, str, int]], failed: list[tuple[int, str, int]]) -> None:
+        """Record the final number of each publisher's messages, and the messages whose publish failed."""
 
     def stats(self) -> dict[str, Any]:
         """Return what has come since the last time (latencies), and since the beginning (all else)."""
@@ -134,13 +143,15 @@ class Worker(ABC):
             "delivered": self.delivered,
             "latencies": latencies.counts,
             "errors": self.errors,
+            "publishes_failed": len(self.publishes_failed),
             **asdict(self.audit.totals),
         }
 
     async def finish(self) -> dict[str, Any]:
         """Wait, for a bounded time, until every expected update has arrived; judge."""
+        deadline = time.monotonic() + self.options.arrival_timeout_s
         for _ in range(round(self.options.arrival_timeout_s / ARRIVAL_POLL_S)):
-            if self._is_complete():
+            if self._is_complete() or time.monotonic() >= deadline:
                 break
             await asyncio.sleep(ARRIVAL_POLL_S)
         violations = self.audit.finish(time.monotonic())
@@ -198,7 +209,9 @@ class Worker(ABC):
             await client.publish(update.channel, payload)
         except redis.exceptions.RedisError as error:
             self.audit.publish_ended(*what, time.monotonic(), failed=True)
-            self.failed(f"{self.options.role} {update.player}: publish: {error}")
+            self.publishes_failed.append((update.player, update.channel.decode(), update.sequence))
+            if not self.options.losses_allowed:
+                self.failed(f"{self.options.role} {update.player}: publish: {error}")
         else:
             self.audit.publish_ended(*what, time.monotonic())
 
@@ -233,7 +246,7 @@ class Auditors(Worker):
     """Subscribers on every tile and at the festival, from before the first update to the end."""
 
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
-        super().__init__(options, tasks, Audit(live=False))
+        super().__init__(options, tasks, Audit(live=False, losses_allowed=options.losses_allowed))
         #: Subscriptions that are not confirmed yet.
         self._awaited: set[tuple[int, bytes]] = set()
         self._all_confirmed = asyncio.Event()
@@ -266,14 +279,19 @@ class Auditors(Worker):
     def start(self, at: float) -> None:
         """Keep listening."""
 
+    def leave(self, stay_ratio: float) -> None:
+        """Keep listening."""
+
     async def stop(self) -> dict[str, Any]:
         """Keep listening."""
         return {}
 
-    def expect(self, published: list[tuple[int, str, int]]) -> None:
+    def expect(self, published: list[tuple[int, str, int]], failed: list[tuple[int, str, int]]) -> None:
         """Expect everything that was published."""
         for player, channel, sequence in published:
             self.audit.published_upto(player, channel.encode(), sequence)
+        for player, channel, sequence in failed:
+            self.audit.publish_failed(player, channel.encode(), sequence)
 
     def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
         """Every update is expected."""
@@ -284,12 +302,14 @@ class Publishers(Worker):
     """The base of players and performers."""
 
     def __init__(self, options: WorkerOptions, tasks: asyncio.TaskGroup) -> None:
-        super().__init__(options, tasks, Audit(live=True))
+        super().__init__(options, tasks, Audit(live=True, losses_allowed=options.losses_allowed))
         self.numbers = range(options.first, options.first + options.count)
         self._clients: dict[int, tuple[Redis, PubSub]] = {}
         self._publishers: list[Player | Performer] = []
         #: Publishers that have not finished their last message.
         self._publishing = 0
+        #: Numbers of the publishers that end before the demo does.
+        self._leaving: set[int] = set()
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
 
@@ -329,6 +349,11 @@ class Publishers(Worker):
         while (deadline := publisher.deadline()) is not None:
             if await self.stopped_within(deadline - time.monotonic()):
                 break
+            if publisher.number in self._leaving:
+                for channel in list(pubsub.channels):
+                    self.audit.ending(publisher.number, channel)
+                await pubsub.unsubscribe()
+                break
             for action in publisher.step(time.monotonic()):
                 match action:
                     case Join(channel):
@@ -342,10 +367,15 @@ class Publishers(Worker):
                     case Update():
                         await self.publish(client, action, self.payload_bytes)
 
+    def leave(self, stay_ratio: float) -> None:
+        """End those with the highest numbers, each when its next message is due."""
+        self._leaving.update(self.numbers[round(len(self.numbers) * stay_ratio) :])
+
     async def stop(self) -> dict[str, Any]:
         """Wait until every publisher has finished its present message.
 
-        Returns what was ``published``, as publisher, channel and number of the latest, and how many ``skipped``.
+        Returns what was ``published``, as publisher, channel and number of the latest, the messages that ``failed``,
+        and how many were ``skipped``.
         """
         self._stopping.set()
         if self._publishing:
@@ -356,6 +386,7 @@ class Publishers(Worker):
                 for publisher in self._publishers
                 for channel, sequence in publisher.sequences.items()
             ],
+            "failed": self.publishes_failed,
             "skipped": sum(publisher.skipped for publisher in self._publishers),
         }
 
@@ -366,7 +397,7 @@ class Publishers(Worker):
                 await self._stopping.wait()
         return self._stopping.is_set()
 
-    def expect(self, published: list[tuple[int, str, int]]) -> None:
+    def expect(self, published: list[tuple[int, str, int]], failed: list[tuple[int, str, int]]) -> None:
         """Ignore our own messages: the audit knows them since they were published."""
 
     def judge(self, subscriber: int, channel: bytes, player: int, sequence: int, now: float) -> None:
@@ -423,10 +454,12 @@ async def _obey(orders: AsyncGenerator[dict[str, Any]], worker: Worker) -> None:
         match order["order"]:
             case "start":
                 worker.start(order["at"])
+            case "leave":
+                worker.leave(order["stay_ratio"])
             case "stop":
                 _send_event("stopped", **await worker.stop())
             case "finish":
-                worker.expect(order["published"])
+                worker.expect(order["published"], order["failed"])
                 _send_event("result", **await worker.finish())
             case unknown:
                 raise ValueError(f"the demo gives an order that its worker does not know: {unknown}")

@@ -20,7 +20,8 @@ subscription on, every message whose publish begins is *due* to it:
 
 Where publishers and subscribers are in different processes (``live=False``), nobody can tell what began before
 what. Then auditors subscribe before the first publish, everything is due to them, :meth:`Audit.published_upto`
-tells in the end how much there was, and a gap event covers what is missing before the next delivery.
+tells in the end how much there was, and a gap event covers what is missing before the next delivery: if it names
+nobody, before the next one of each publisher, known or not yet.
 
 A subscription to a pattern is one subscription to each channel that matches, known or not yet.
 
@@ -122,6 +123,8 @@ class _Subscription:
     views: dict[Publisher, _View] = field(default_factory=dict[Publisher, _View])
     #: The application has asked for its end: messages are delivered or not.
     ending: bool = False
+    #: No message up to this number is missed of a publisher that was never seen (``live=False``).
+    unseen_covered_to: int = 0
 
 
 @dataclass(slots=True)
@@ -216,6 +219,11 @@ class Audit:
         stream = self._stream(publisher, channel)
         self.totals.published += number
         stream.begun = max(stream.begun, number)
+
+    def publish_failed(self, publisher: Publisher, channel: bytes, number: int) -> None:
+        """Tell afterwards that a publish failed, so that its message is due to nobody (``live=False``)."""
+        self.totals.failed += 1
+        self._stream(publisher, channel).excused.add(number)
 
     def calm(self) -> None:
         """From now on nothing fails any more: what is published from here on must be delivered."""
@@ -344,7 +352,7 @@ class Audit:
         view = subscription.views.get(publisher)
         if view is None:
             latest = self._past.get(key, {}).get(publisher, 0)
-            view = subscription.views[publisher] = _View(*key, publisher, 1, latest)
+            view = subscription.views[publisher] = _View(*key, publisher, 1, latest, subscription.unseen_covered_to)
         return view
 
     # Delivery.
@@ -441,6 +449,8 @@ class Audit:
         subscription = self._open.get((subscriber, channel))
         if subscription is None:
             return
+        if publisher is None and not self._live:
+            subscription.unseen_covered_to = _FOR_EVER
         streams = self._streams.get(channel, {})
         for name in list(streams) if publisher is None else [publisher]:
             begun = self._stream(name, channel).begun if self._live else _FOR_EVER

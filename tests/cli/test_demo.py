@@ -83,6 +83,29 @@ def test_channels_move_one_is_split_and_folded_back_and_the_audit_is_clean(tmp_p
     assert re.search(r"channels split: \d+, over up to [23] servers.*; folded back: \d+", out)
 
 
+def test_servers_join_one_is_killed_and_servers_leave_and_each_loss_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    process = demo("--players", "40", "--seconds", "30", "--seed", "1", "--json", str(file))
+    out, err = process.communicate(timeout=2 * TIMEOUT_S)
+    assert process.returncode == 0, out + err
+    assert session_of(process) == {}
+    result = json.loads(file.read_text())
+    assert result["clean"], result
+    for name in ("lost", "duplicated", "reordered", "errors", "violations"):
+        assert result[name] == 0
+    assert (result["servers"], result["servers_in_the_end"], result["killed"]) == (2, 2, "s2")
+    assert 3 <= result["servers_at_most"] <= 4
+    assert 0 < result["served_s"] <= 6.0
+    assert result["gaps"] > 0
+    assert result["server_seconds"] > 2 * 30
+    assert re.search(r"auto-\S+ joins the cluster: 3 servers", out)
+    assert re.search(r"s2 is killed \(SIGKILL\), with its agent; it had \d+ channels", out)
+    assert re.search(r"others serve all channels of s2, \d\.\d s after its death", out)
+    assert re.search(r"auto-\S+ has left the cluster: 2 servers", out)
+    assert re.search(r"audit: clean \(0 lost, 0 duplicated, 0 reordered, \d+ gaps, \d+ lost with a gap event\)", out)
+    assert "servers: 2 at first, up to" in out
+
+
 @pytest.fixture
 def playing() -> Iterator[subprocess.Popen[str]]:
     """A demo of one server whose players play."""
@@ -104,7 +127,7 @@ def test_ctrl_c_stops_everything_and_leaves_no_process(playing: subprocess.Popen
     assert session_of(playing) == {}
 
 
-def test_a_server_that_dies_ends_the_demo_with_the_reason(playing: subprocess.Popen[str]) -> None:
+def test_a_server_that_dies_by_itself_ends_the_demo_with_the_reason(playing: subprocess.Popen[str]) -> None:
     [server] = [pid for pid, arguments in session_of(playing).items() if str(find_redis_server()) in arguments]
     os.kill(server, signal.SIGKILL)
     _, err = playing.communicate(timeout=TIMEOUT_S)
@@ -151,7 +174,7 @@ class Worker:
         raise self.child.failure()
 
     def finish(self, published: list[tuple[int, str, int]]) -> dict[str, Any]:
-        self.tell({"order": "finish", "published": published})
+        self.tell({"order": "finish", "published": published, "failed": []})
         return self.wait_for("result")
 
 
@@ -206,6 +229,22 @@ def test_players_judge_what_their_own_process_publishes(cluster: LocalCluster) -
     worker.child.stdin.close()
     assert worker.child.wait(TIMEOUT_S), "a worker ends with its demo"
     assert worker.child.stop() == 0
+
+
+def test_players_go_home_and_the_others_play_on(cluster: LocalCluster) -> None:
+    worker = Worker(cluster, "players", 6)
+    worker.tell({"order": "start", "at": time.monotonic()})
+    while worker.wait_for("stats")["delivered"] < 50:
+        pass
+    worker.tell({"order": "leave", "stay_ratio": 0.5})
+    subscribers = [b"PUBSUB", b"NUMSUB", *GameWorld(**WORLD).channels()]
+    while sum(cluster.ask("s1", subscribers)[0][1::2]) > 3:
+        worker.wait_for("stats")
+    assert worker.wait_for("stats")["delivered"] < worker.wait_for("stats")["delivered"], "three play on"
+    worker.tell({"order": "stop"})
+    result = worker.finish(worker.wait_for("stopped")["published"])
+    assert (result["violations"], result["errors"]) == (0, 0)
+    worker.child.kill()
 
 
 @pytest.mark.parametrize(("concealed", "lost"), [(0, 0), (1, 2)])

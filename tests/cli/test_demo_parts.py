@@ -11,11 +11,13 @@ from rich.console import Console
 
 from dynamoth.plan.plan import Assignment, Mode, Plan, Server, single
 from dynamoth.plan.ring import Ring
+from dynamoth.plan.slots import slot_name
 from dynamoth_balancer.decide.cluster import ChannelFigures
 from dynamoth_balancer.decide.replicate import wanted_change
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_balancer.provision.options import FleetOptions
 from dynamoth_demo.festival import Festival, Performer
-from dynamoth_demo.scene import Scene, make_scene
+from dynamoth_demo.scene import Elasticity, Scene, make_scene
 from dynamoth_demo.state import DemoState, WorkerState
 from dynamoth_demo.view import View, render, show_summary
 
@@ -47,6 +49,9 @@ def test_each_hot_spot_is_at_one_server_and_the_second_at_another(players: int, 
 @pytest.fixture
 def state() -> DemoState:
     return DemoState(SERVERS, CHANNELS, 50.0)
+
+
+ELASTICITY = Elasticity(servers_max=4, kill_at_s=35.0, leave_at_s=42.0)
 
 
 @pytest.fixture
@@ -106,6 +111,21 @@ def test_each_thing_has_its_time(seconds: float) -> None:
     assert left_s > options.averaging_s + options.wait_s + options.replication_rest_s / 2, "it can be folded back"
 
 
+@pytest.mark.parametrize("players", [1, 40, 100, 1000])
+def test_a_demo_whose_servers_come_and_go_needs_more_than_it_begins_with(players: int) -> None:
+    scene = make_scene(players, ["s1", "s2"], seconds=100.0, elastic=True)
+    elasticity, festival, capacity = scene.elasticity, festival_of(scene), scene.outgoing_bytes_per_s_max
+    assert elasticity is not None
+    total = scene.deliveries_per_s * (scene.payload_bytes + 24 + 45) / capacity
+    grow, release = FleetOptions().grow_ratio, FleetOptions().release_ratio
+    assert 2 * grow < total < 3 * grow, "three servers are needed"
+    assert total + 1.1 < elasticity.servers_max, "with the festival, some servers can carry it"
+    assert elasticity.stay_ratio * total < release, "in the end one is enough"
+    assert capacity >= 4e6
+    assert festival.ends_s < scene.world.hot_spot_period_s < elasticity.kill_at_s < elasticity.leave_at_s < 100.0
+    assert elasticity.served_s_max == BalancerOptions().server_dead_s + 3.0
+
+
 def test_with_one_server_there_is_no_festival() -> None:
     scene = make_scene(100, ["s1"], seconds=50.0)
     assert scene.festival is None
@@ -129,9 +149,11 @@ def stats(**found: int) -> dict[str, Any]:
     return {**nothing, "errors": 0, "latencies": {}, **found}
 
 
-def played(players: dict[str, int], auditors: dict[str, int], violations: int = 0) -> DemoState:
+def played(
+    players: dict[str, int], auditors: dict[str, int], violations: int = 0, elasticity: Elasticity | None = None
+) -> DemoState:
     """Return the state after a run that these have judged."""
-    state = DemoState(SERVERS, CHANNELS, 50.0)
+    state = DemoState(SERVERS, CHANNELS, 50.0, elasticity=elasticity)
     for role, found in (("players", players), ("auditors", auditors)):
         worker = WorkerState(role)
         state.workers.append(worker)
@@ -274,6 +296,85 @@ def test_each_decision_is_news_once(state: DemoState) -> None:
     soon = {"number": 2, "age_s": 3.9, "moves": 1, "first_moves": [MOVE], "findings": []}
     state.take_balancer(status((0.5, 0.5, 0.5), [soon]))
     assert len(state.news) == state.news_count == 3, "another decision in the same second"
+
+
+def test_slots_are_one_line_of_news_and_no_channels(state: DemoState) -> None:
+    slots = [{**MOVE, "channel": slot_name(number), "reason": "s2 has 0 of 4096 slots"} for number in range(3)]
+    decide(state, MOVE, *slots)
+    assert [news.split("  ", 2)[2] for news in state.news] == [
+        "a  s1 -> s2  (s1: 1.10 -> 0.70)  s1 is above 0.80",
+        "slots: 3  s2 has 0 of 4096 slots",
+    ]
+    for plan in versions((slot_name(0), single("s1")), (slot_name(0), single("s2"))):
+        state.take_plan(plan)
+    assert (state.slots_moved, state.migrations) == (2, 0)
+
+
+def test_what_keeps_a_server_overloaded_is_shown_now_and_then(state: DemoState) -> None:
+    for second in range(12):
+        state.elapsed_s = float(second)
+        finding = {"server": "s3", "load_ratio": 0.95, "reason": f"{second} is why"}
+        decision = {"number": second + 1, "age_s": 0.0, "moves": 0, "first_moves": [], "findings": [finding]}
+        state.take_balancer(status((0.5, 0.5, 0.5), [decision]))
+    assert list(state.news) == ["  0 s  s3 at 0.95: 0 is why", "  8 s  s3 at 0.95: 8 is why"]
+
+
+def elastic(found: dict[str, int], *, grown: bool = True, served_at: float | None = 104.9) -> DemoState:
+    """Return the state after a run in which s2 was killed at 100 s, and its channels served again at another time."""
+    state = played({"published": 10}, {"delivered": 20, **found}, elasticity=ELASTICITY)
+    state.servers_at_first = state.servers_at_most = 2
+    state.take_plan(Plan.initial(Server(id_, "redis://x") for id_ in ("s1", "s2")), 10.0)
+    plan = Plan.initial(Server(id_, "redis://x") for id_ in ("s1", "s2", *(["auto-1"] if grown else [])))
+    plan = plan.begin({b"a": single("s2")}).activate([b"a"]).settle([b"a"])
+    state.take_plan(plan, 20.0)
+    state.on_kill("s2", 100.0)
+    plan = plan.begin({b"a": single("s1")})
+    state.take_plan(plan, 103.5)
+    if served_at is not None:
+        state.take_plan(plan.activate([b"a"]), served_at)
+    return state
+
+
+def test_a_server_that_is_killed_is_shown_until_others_serve_its_channels() -> None:
+    state = elastic({"gaps": 3, "covered_losses": 7})
+    assert [news.split("  ", 2)[2] for news in state.news] == [
+        "s3 has left the cluster: 2 servers",
+        "auto-1 joins the cluster: 3 servers",
+        "s2 is killed (SIGKILL), with its agent; it had 1 channels",
+        "others serve all channels of s2, 4.9 s after its death",
+    ]
+    text = shown(state, terminal=False)
+    assert "s1=- s2=killed auto-1=-" in text
+    assert "clean (0 lost, 0 duplicated, 0 reordered, 3 gaps, 7 lost with a gap event)" in text
+    assert "2 at first, up to 3 under load, 2 in the end; s2 was killed, others served its channels 4.9 s later" in text
+    assert re.search(r"s2 [^w]*killed", shown(state, terminal=True)), "in the table"
+    assert state.faults() == []
+
+
+@pytest.mark.parametrize(
+    ("state", "faults"),
+    [
+        (elastic({"gaps": 3, "lost": 1}), ["1 lost"]),
+        (elastic({"gaps": 3, "duplicated": 1}), ["1 duplicated"]),
+        (elastic({}), ["nobody noticed the death of s2: there was no gap event"]),
+        (elastic({"gaps": 3}, grown=False), ["no server was added under load"]),
+        (elastic({"gaps": 3}, served_at=None), ["nobody serves the channels of s2"]),
+        (elastic({"gaps": 3}, served_at=106.1), ["the channels of s2 were served again after 6.1 s only"]),
+    ],
+)
+def test_each_part_of_the_demo_must_have_happened(state: DemoState, faults: list[str]) -> None:
+    assert state.faults() == faults
+    assert state.summary()["clean"] is False
+
+
+def test_the_demo_must_lose_a_server_and_shrink() -> None:
+    state = DemoState(["s1", "s2"], CHANNELS, 50.0, elasticity=ELASTICITY)
+    state.take_plan(Plan.initial(Server(id_, "redis://x") for id_ in SERVERS))
+    assert state.faults()[-2:] == ["no server was killed", "3 servers are left, not 2"]
+    state = elastic({"gaps": 3})
+    for life, has_shrunk in (("draining", False), ("active", True)):
+        state.take_balancer({"servers": {}, "decisions": [], "fleet": {"servers": {"auto-1": {"life": life}}}})
+        assert state.has_shrunk is has_shrunk
 
 
 def replication(before: str, after: str, servers: tuple[str, str]) -> dict[str, Any]:

@@ -168,6 +168,39 @@ def test_the_number_of_messages_may_come_afterwards() -> None:
     assert (audit.totals.published, audit.totals.delivered, audit.totals.covered_losses) == (7, 4, 1)
 
 
+@pytest.mark.parametrize(("publisher", "lost"), [(None, []), ("p", [("G5", 1), ("G5", 1), ("G5", 1)])])
+def test_a_gap_event_that_names_nobody_covers_publishers_that_were_not_seen_yet(
+    publisher: str | None, lost: list[tuple[str, int]]
+) -> None:
+    audit = Audit(live=False, losses_allowed=True)
+    audit.confirmed("s", C, 0.0)
+    audit.gap("s", C, publisher, None, 1.0)
+    for new, first, last in (("q", 2, 2), ("r", 3, 3)):
+        audit.delivered("s", C, new, first, 2.0)
+        audit.published_upto(new, C, last)
+    audit.published_upto("never seen", C, 2)
+    assert numbered(audit.finish(9.0)) == lost
+
+
+def test_a_gap_event_covers_nothing_that_is_missing_after_the_next_delivery() -> None:
+    audit = Audit(live=False, losses_allowed=True)
+    audit.confirmed("s", C, 0.0)
+    audit.gap("s", C, None, None, 1.0)
+    deliver(audit, 2, 4)
+    audit.published_upto("p", C, 4)
+    assert numbered(audit.finish(9.0)) == [("G5", 3)]
+
+
+def test_a_publish_that_failed_is_due_to_nobody_also_when_that_is_known_afterwards() -> None:
+    audit = Audit(live=False, losses_allowed=True)
+    audit.confirmed("s", C, 0.0)
+    deliver(audit, 1, 4)
+    audit.published_upto("p", C, 4)
+    audit.publish_failed("p", C, 2)
+    assert numbered(audit.finish(9.0)) == [("G5", 3)]
+    assert audit.totals.failed == 1
+
+
 def test_memory_does_not_grow_with_the_messages() -> None:
     audit = subscribed(losses_allowed=True)
     for number in range(1, 50_001):

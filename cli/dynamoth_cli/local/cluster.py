@@ -104,6 +104,8 @@ class LocalCluster:
         self._settings = dict(settings)
         self._redis_binary = redis_binary
         self._servers_max = servers_max
+        #: The servers that were killed for good.
+        self._lost: set[str] = set()
         #: Ends the servers that the balancer has started, where it may start some.
         self._reaper: Reaper | None = None
         self._users = dict(users)
@@ -240,7 +242,7 @@ class LocalCluster:
             if child.ended_by_itself and child is not self.recorder:
                 raise child.failure()
         for id_, server in self.redis.items():
-            if not server.running:
+            if not server.running and id_ not in self._lost:
                 raise RedisServerFailed(f"the Redis server {id_} has ended: {server.failure()}")
 
     def add_server(self) -> str:
@@ -281,6 +283,12 @@ class LocalCluster:
         self._balancer = self._daemon("balancer", "balancer")
         self._balancer.start()
         self.wait_ready()
+
+    def lose(self, server: str) -> None:
+        """Kill a server and its agent (SIGKILL), as if their machine had died for good. ``check`` does not mind."""
+        self._lost.add(server)
+        self.redis[server].kill()
+        self.agents[server].kill()
 
     def restart_redis(self, server: str) -> None:
         """Stop a server and start it again on its port, with nothing in it."""
