@@ -223,8 +223,7 @@ class DemoState:
     @property
     def has_shrunk(self) -> bool:
         """Whether there are as many servers as at first, and none is coming or going."""
-        lives = {} if self.fleet is None else self.fleet["servers"]
-        is_calm = all(each["life"] == "active" for each in lives.values())
+        is_calm = self.fleet is None or all(each["life"] == "active" for each in self.fleet["servers"].values())
         return is_calm and len(self.alive) <= self.servers_at_first
 
     def take_problem(self, problem: str) -> None:

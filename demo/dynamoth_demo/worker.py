@@ -350,7 +350,7 @@ class Publishers(Worker):
             if await self.stopped_within(deadline - time.monotonic()):
                 break
             if publisher.number in self._leaving:
-                for channel in list(pubsub.channels):
+                for channel in publisher.sequences:
                     self.audit.ending(publisher.number, channel)
                 await pubsub.unsubscribe()
                 break
