@@ -215,7 +215,7 @@ class Stage:
 
     def holds(self, channel: bytes, assignment: Assignment, phase: Phase) -> bool:
         """Tell whether every server's plan has a channel as ``assignment`` says, in ``phase`` or a later one."""
-        entries = [self.entry(channel, id_) for id_ in self.cluster.servers]
+        entries = [self.entry(channel, id_) for id_ in self.cluster.present]
         return all(entry.route.assignment == assignment and entry.phase >= phase for entry in entries)
 
     def move(self, channel: bytes, to: str, phase: Phase = Phase.SETTLED) -> None:

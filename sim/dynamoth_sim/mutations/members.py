@@ -1,0 +1,52 @@
+"""Mutations for the scenarios about servers that are added and removed. See ``mutations``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from dynamoth.errors import RequestRefused
+from dynamoth_balancer.install.installer import Installer
+from dynamoth_balancer.install.lease import Lease
+from dynamoth_balancer.install.membership import Membership
+from dynamoth_balancer.install.takeover import Takeover
+from dynamoth_sim.mutations.mutation import Check, replaced, returning
+
+
+def no_lease_at_new_servers() -> AbstractContextManager[None]:
+    """A server is added before the balancer has its lease there, and without a look who would lead then."""
+    return replaced(Lease, holds_at=returning(True), would_hold=returning(True))
+
+
+def no_last_copy() -> AbstractContextManager[None]:
+    """A server that is removed gets no plan that says so."""
+    return replaced(Installer, is_leaving=returning(False))
+
+
+def orders_are_not_repeated() -> AbstractContextManager[None]:
+    """An order that an earlier balancer has carried out is refused."""
+
+    def refuse(_installer: Installer, action: str, server: str, note: str, _now: float) -> Any:
+        raise RequestRefused(f"{action} {server}: {note}")
+
+    return replaced(Membership, _unchanged=staticmethod(refuse))
+
+
+def any_list_can_change() -> AbstractContextManager[None]:
+    """The list of servers is changed again before the last one is stored at a majority."""
+    return replaced(Installer, may_change_servers=True)
+
+
+def stored_lists_are_ignored() -> AbstractContextManager[None]:
+    """A balancer that takes over goes by the servers that it knows, whatever the plans that it reads list."""
+    return replaced(Takeover, listing=returning(None))
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("100-add-under-load", no_lease_at_new_servers, "expected"),
+    Check("101-remove-under-load", no_last_copy, "expected"),
+    Check("102-balancer-dies-adding", orders_are_not_repeated, "expected"),
+    Check("103-balancer-dies-removing", orders_are_not_repeated, "expected"),
+    Check("104-split-while-adding", any_list_can_change, "expected"),
+    Check("105-former-list", stored_lists_are_ignored, "expected"),
+)
