@@ -143,6 +143,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             ),
         ),
     ),
+    "agent-memory": Benchmark(
+        "bench.agent_memory",
+        (),
+        (
+            Figure("agent of 200,000 active channels: at most 300 MB", _sum("process_bytes"), at_most(300e6)),
+            Figure("the same: channels that it does not follow: 0", _sum("unfollowed"), at_most(0)),
+        ),
+    ),
     "client": Benchmark(
         "bench.client_throughput",
         ("--keep-awake", "--json", "{file}"),

@@ -92,9 +92,15 @@ class Result:
 # Processes of the benchmark.
 
 
-def agent_process(url: str, http_port: int) -> None:
+def agent_process(url: str, http_port: int, report_interval_s: float) -> None:
     configure_logging("warning", "text")
-    config = AgentConfig(server="s1", url=url, outgoing_bytes_per_s_max=125_000_000, http_port=http_port)
+    config = AgentConfig(
+        server="s1",
+        url=url,
+        outgoing_bytes_per_s_max=125_000_000,
+        http_port=http_port,
+        report_interval_s=report_interval_s,
+    )
     sys.exit(run(config))
 
 
@@ -220,11 +226,11 @@ def cpu_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S_MAX
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S_MAX) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"within {WAIT_S_MAX:.0f} s not: {what}")
+            raise TimeoutError(f"within {timeout_s:.0f} s not: {what}")
         time.sleep(0.02)
 
 
@@ -248,10 +254,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def agent(url: str) -> Generator[tuple[int, int]]:
+def agent(url: str, report_interval_s: float = 1.0) -> Generator[tuple[int, int]]:
     """Run an agent; give its process id and HTTP port when it is ready."""
     http_port = free_port()
-    process = _spawn.Process(target=agent_process, args=(url, http_port), daemon=True)
+    process = _spawn.Process(target=agent_process, args=(url, http_port, report_interval_s), daemon=True)
     process.start()
     try:
         assert process.pid is not None, "the process was started"

@@ -20,7 +20,7 @@ class LoadAnalyzerOptions(ReportSettings):
     outgoing_bytes_per_s_max: int = required("what the server can send (T_i of Dynamoth, eq. 1)", minimum=1)
     who_channels_max: int = setting(100, "channels whose publishers and subscribers a report names", minimum=0)
     who_per_channel_max: int = setting(16, "ids in such a list, 8 bytes each", minimum=0)
-    channels_max: int = setting(100_000, "channels that are followed; messages of others are only summed", minimum=1)
+    channels_max: int = setting(250_000, "channels that are followed; messages of others are only summed", minimum=1)
     records_max: int = setting(500_000, "messages of an interval that are kept as records of 16 bytes", minimum=1)
     """Messages beyond are counted by publisher as they come: more time, less memory."""
     publishers_max: int = setting(
