@@ -693,6 +693,7 @@ class BalancerMachine:
         actions: list[InnerAction] = [Note("warning" if missing else "info", "leading", details)]
         actions += self._end_lookouts()
         actions += self._note_conflicts(conflicts)
+        actions += [] if listing is None else self._note_urls(listing)
         reason = "recovered from the servers" if book.plan.version else "a new cluster"
         actions.append(PlanChanged(book.plan, reason, tuple(installer.transitions)))
         for server, run_id in self._run_ids.items():
@@ -722,6 +723,19 @@ class BalancerMachine:
         self.counters["copies_conflicting"] += len(conflicts)
         text = "a stored plan cannot be ours: it is not used, and written over; see who may write the key"
         return [Note("error", text, {"server": each.server, "reason": each.reason}) for each in conflicts]
+
+    def _note_urls(self, stored: Plan) -> list[Note]:
+        """Report the servers that had another URL in the stored plan. That of the configuration is stored now.
+
+        A plan may be forged, and a server may have moved: only the operator's own file tells.
+        """
+        text = (
+            "the stored plan had another URL for a server; it has that of this balancer's configuration now, which"
+            " clients follow: if the file is old, correct it and restart the balancer"
+        )
+        known = self._configured
+        moved = [id_ for id_, each in stored.servers.items() if id_ in known and known[id_].url != each.url]
+        return [Note("warning", text, {"server": server}) for server in moved]
 
     def _on_shutdown(self, now: float) -> list[InnerAction]:
         self._shutdown_at = now + SHUTDOWN_S_MAX

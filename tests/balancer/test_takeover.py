@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,6 +252,21 @@ def test_one_server_that_refuses_the_lease_does_not_keep_the_others_from_grantin
 
 
 # Recovery.
+
+
+def test_the_url_of_the_configuration_counts_and_a_change_is_reported() -> None:
+    cluster, first = started(3)
+    cluster.kill(first)
+    cluster.network.add_server("redis://elsewhere", cluster.servers["s2"])
+    configured = [replace(each, url="redis://elsewhere") if each.id == "s2" else each for each in cluster.configured()]
+    balancer = Balancer(cluster, configured, None)
+    cluster.balancers.append(balancer)
+    cluster.run_until(lambda: _leads(balancer) and cluster.is_quiet(balancer))
+    for server in cluster.servers.values():
+        assert server.plan_or_fail().servers["s2"].url == "redis://elsewhere"
+    [note] = [note for note in balancer.notes if "had another URL" in note.message]
+    assert (note.level, note.details) == ("warning", {"server": "s2"})
+    assert note.message.endswith("if the file is old, correct it and restart the balancer")
 
 
 def test_a_server_that_is_only_configured_is_reported_until_it_is_added() -> None:
