@@ -92,7 +92,7 @@ def clocks_jump(stage: Stage) -> None:
     balancer.pause()
     for server in stage.cluster.servers.values():
         server.clock_ahead_s = HOUR_S
-    stage.wait("the standby leads", lambda: _leads(rival), LONG_LEASE_S / 2)
+    stage.wait("the standby leads", lambda: _leads(rival), 3 * LONG_LEASE_S / 4)
     stage.move(channel, "s2")
     machine = balancer.machine
     assert isinstance(machine, BalancerMachine)
