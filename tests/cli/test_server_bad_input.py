@@ -11,7 +11,8 @@ import pytest
 from dynamoth.names import PLAN_KEY
 from dynamoth_cli.local.cluster import HOST, LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
-from dynamoth_cli.main import EXIT_FAILED, main
+from dynamoth_cli.main import main
+from dynamoth_daemon.exit_codes import EXIT_FAILED
 from tests.whole.harness import until
 
 Refusal = Callable[..., str]
