@@ -41,7 +41,7 @@ from dynamoth_cli.local.child import interrupted_by_signals
 
 FOLLOW_S_MAX = 60.0
 SERVER_SECONDS_RATIO_MAX = 1.3
-"""What is to be reached."""
+"""Bounds of the experiment."""
 
 INTERRUPTED_STATUS = 130
 

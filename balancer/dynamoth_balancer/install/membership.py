@@ -61,7 +61,7 @@ class _Departure:
 
     leaver: Leaver
     order: Order
-    #: Whether the order is done. The link is closed later, as it may carry the answer.
+    #: Whether the order is done. The link stays open for a while, as the answer may go that way.
     is_over: bool = False
 
 

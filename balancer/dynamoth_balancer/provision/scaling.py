@@ -77,7 +77,7 @@ class Scaling:
         self._look_at = self._list_at = now
 
     def tick(self, installer: Installer, now: float) -> list[InnerAction]:
-        """Look at the cluster, if it is time; return what is to be done."""
+        """Look at the cluster, if it is time; return the actions that follow."""
         if now < self._look_at:
             return []
         self._look_at = now + self._look_s

@@ -24,7 +24,7 @@ LONG_LEASE_S = 3.0
 
 HOUR_S = 3600.0
 
-TAKEN_OVER_S_MAX = 0.5
+TAKEN_OVER_S_MAX = 1.0
 """How long it takes until others have the channels of a dead server: twice the look of each part, and some commands."""
 
 SERVES_S_MAX = 1.0
