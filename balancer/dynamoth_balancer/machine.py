@@ -13,7 +13,8 @@ Before every action it checks that it still holds the lease. If not, it is CONTE
 with another recovery, as another balancer may have been at work in between.
 
 The parts: ``install`` (the lease, the takeover, and the phases of changes), ``decide`` (the load model and the goals),
-and ``admin`` (requests, status and problems). They know as little of each other as possible; this module connects them.
+``repair`` (what failures ask for), and ``admin`` (requests, status and problems). They know as little of each other as
+possible; this module connects them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from dynamoth.plan.plan import Assignment, Plan, Server
 from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.control import AdminRequest, unpack_control
 from dynamoth_balancer.admin.api import Admin
-from dynamoth_balancer.admin.changes import Changes
+from dynamoth_balancer.admin.changes import CarryOut, Changes
 from dynamoth_balancer.admin.compatibility import describe_rules
 from dynamoth_balancer.admin.explain import Explainer
 from dynamoth_balancer.admin.health import Health, View, find
@@ -60,8 +61,7 @@ from dynamoth_balancer.admin.status import (
 from dynamoth_balancer.decide.cluster import Move
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain, DrainSlots
-from dynamoth_balancer.decide.failover import fail_over
-from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, FAILOVER, MadeDecision, PastMove
+from dynamoth_balancer.decide.history import BY_ADMINISTRATOR, MadeDecision, PastMove
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.pins import Pin
 from dynamoth_balancer.decide.release import Release, ReleaseSlots
@@ -95,6 +95,7 @@ from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.provision.options import FleetOptions
 from dynamoth_balancer.provision.scaling import Scaling
+from dynamoth_balancer.repair import Repair
 
 TICK_INTERVAL_S = 0.1
 """How often everything that waits is checked: a fifth of the shortest default timeout, and as often as copies of the
@@ -189,6 +190,14 @@ class BalancerMachine:
         self._listeners = Listeners(self._agents)
         self._dead_servers = DeadServers(ids, self.options.server_dead_s)
         self._hearing = Hearing(self._agents, self._model, self.counters)
+        self._repair = Repair(
+            self._dead_servers,
+            self._agents,
+            self._model,
+            self.options.transitions_max,
+            self.counters,
+            self._change,
+        )
         self._decider = Decider(
             self._model,
             (Pin(), Replicate(), Relieve(), Release(), Drain()),
@@ -765,7 +774,7 @@ class BalancerMachine:
             actions += self._agents.note_changes(self._run_ids, now)
             actions += self._admin.tick(now)
             if (installer := self._at_work) is not None:
-                actions += self._fail_over(installer, now)
+                actions += self._repair.tick(installer, now)
                 actions += installer.tick(now)
                 actions += self.membership.tick(now)
                 actions += self._decide(installer, now)
@@ -862,28 +871,6 @@ class BalancerMachine:
         made = self._decider.look(installer, now)
         return [] if made is None else self._carry_out(made, now)
 
-    def _fail_over(self, installer: Installer, now: float) -> list[InnerAction]:
-        """Give what dead servers have to others: whether the balancer is paused, and whatever else is under way."""
-        before, dead = installer.dead, self._dead_servers.dead
-        # With half of the servers dead, the lease may last a little longer, but nothing could be stored at a majority.
-        installer.note_dead(dead if 2 * len(dead) < len(self._servers) else frozenset())
-        actions: list[InnerAction] = [
-            Note("error", "a server is dead: others take over what it has", {"server": server})
-            for server in sorted(installer.dead - before)
-        ]
-        if not installer.dead or installer.rules_rest(now) > 0:
-            return actions
-        room = self.options.transitions_max - len(installer.transitions)
-        assignments = fail_over(installer, self._model, room, now)
-        if not assignments:
-            return actions
-        self.counters["failovers"] += len(assignments)
-        reason = f"{', '.join(sorted(installer.dead))} cannot be reached"
-        try:
-            return [*actions, *self._change(assignments, reason, now, rescue=True)]
-        except RequestRefused as error:
-            return [*actions, Note("error", "nothing can be taken over", {"reason": str(error)})]
-
     def _carry_out(self, made: MadeDecision, now: float) -> list[InnerAction]:
         """Begin the moves of a decision."""
         self.counters["decisions"] += 1
@@ -908,23 +895,22 @@ class BalancerMachine:
         now: float,
         moves: Mapping[bytes, Move] = NO_MOVES,
         *,
-        rescue: bool = False,
+        begin: CarryOut | None = None,
+        goal: str = BY_ADMINISTRATOR,
     ) -> list[InnerAction]:
-        """Begin to change assignments: by ``moves``, to ``rescue`` channels of dead servers, or for an administrator.
+        """Begin to change assignments, with ``Installer.begin`` if nothing else is given.
 
-        Raises RequestRefused.
+        Channels of ``moves`` have their own goals and reasons. Raises RequestRefused.
         """
         installer = self._at_work
         assert installer is not None, "only a balancer that leads changes the plan"
         plan = installer.plan
         changes = {channel: (plan.entry(channel).route.assignment, after) for channel, after in assignments.items()}
-        begin = installer.fail_over if rescue else installer.begin
-        actions = begin(assignments, reason, now)
+        actions = (begin or installer.begin)(assignments, reason, now)
         self._model.on_moves(changes, now, self._decider.members(filter(is_slot, changes), installer))
         self._decider.on_moves(changes, now)
         for channel, (before, after) in changes.items():
             move = moves.get(channel)
-            goal = FAILOVER if rescue else BY_ADMINISTRATOR
             why = (goal, reason) if move is None else (move.goal, move.reason)
             self._decider.history.add_move(channel, PastMove(now, before, after, *why))
         self.counters["moves_begun"] += len(changes)

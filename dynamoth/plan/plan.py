@@ -377,6 +377,28 @@ class Plan:
             changed[channel] = Entry(Route(epoch, assignment), Phase.PREPARED, previous)
         return self.with_entries(changed)
 
+    def roll_back(self, channels: Iterable[bytes]) -> Plan:
+        """Return the next version, in which PREPARED transitions are undone whose new routes nobody has used.
+
+        A channel that was at one server is settled there again, under a new epoch. The names of replicas contain the
+        epoch, so a channel that was replicated begins another transition.
+
+        Raises:
+            PlanError: one is not PREPARED, or began before an earlier one had settled.
+
+        """
+        epoch = self.version + 1
+        changed: dict[bytes, Entry] = {}
+        for channel in channels:
+            entry = self.entries[channel]
+            if entry.phase is not Phase.PREPARED or len(entry.previous) != 1:
+                raise PlanError(f"the transition of channel {channel!r} cannot be undone: clients may have followed it")
+            [before] = entry.previous
+            route = Route(epoch, before.assignment)
+            is_single = before.assignment.mode is Mode.SINGLE
+            changed[channel] = Entry(route, Phase.SETTLED) if is_single else Entry(route, Phase.PREPARED, (before,))
+        return self.with_entries(changed)
+
     def activate(self, channels: Iterable[bytes]) -> Plan:
         """Return the next version, in which the PREPARED transitions of ``channels`` are ACTIVE."""
         return self.with_entries({channel: replace(self.entries[channel], phase=Phase.ACTIVE) for channel in channels})

@@ -84,16 +84,24 @@ def test_an_agent_that_cannot_observe_acknowledges_nothing_by_any_path() -> None
         cluster.say(target, pack_report(report))
         cluster.say(target, PlanAck(target, agent.incarnation, balancer.plan.version))
         cluster.run(1)
-        assert phase_of(balancer) is Phase.PREPARED
+        assert is_settled(cluster, balancer, source), "the move is undone"
     assert kinds(balancer, target) == {CANNOT_OBSERVE} and not kinds(balancer, source)
     assert "does not observe it: NOPERM" in cluster.refusal("move", {"channel": b"another", "to": target})
+    agent.reports = True
+    cluster.run(6)
+    cluster.admin(source, "move", {"channel": CHANNEL, "to": target}, 8)
+    cluster.run()
+    assert phase_of(balancer) is Phase.PREPARED
+    agent.reports = False
     for _ in range(5):
         cluster.say(target, pack_report(replace(agent.report(), plan_version=balancer.plan.version, observing=False)))
         cluster.run(1)
-        assert phase_of(balancer) is Phase.PREPARED, "it sees nothing now"
+        assert is_settled(cluster, balancer, source), "it sees nothing now"
     agent.reports = True
     cluster.agents[target].lose = lambda message: False
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    cluster.run(6)
+    assert cluster.ask("move", {"channel": CHANNEL, "to": target}).error is None
+    assert is_settled(cluster, balancer, target)
 
 
 def test_an_agent_that_is_heard_and_has_the_plan_is_not_asked_for_its_version() -> None:

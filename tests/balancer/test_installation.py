@@ -9,6 +9,7 @@ import pytest
 
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, Route, single
+from dynamoth.plan.slots import slot_of
 from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated
 from dynamoth.protocol.stored_plan import VERSION_FIELD
 from dynamoth_balancer.machine import Stage
@@ -176,19 +177,60 @@ def test_an_agent_that_restarts_before_activation_must_acknowledge_again() -> No
     assert agent.plan is not None
 
 
-def test_an_agent_that_died_after_its_acknowledgement_is_waited_for() -> None:
+def test_a_move_is_undone_when_an_agent_dies_after_its_acknowledgement() -> None:
     cluster, balancer = started()
     source, target = places(cluster, balancer)
     lose_acknowledgements(cluster, target)
+    before = balancer.plan.entry(CHANNEL).route
     begin(cluster, balancer)
+    prepared = balancer.plan.entry(CHANNEL).route
     cluster.run(2)
     cluster.agents[source].alive = False
     cluster.run(6)
     cluster.agents[target].lose = lambda message: False
     cluster.run(10)
-    assert phase_of(balancer) is Phase.PREPARED
+    entry = balancer.plan.entry(CHANNEL)
+    assert (entry.phase, entry.route.assignment) == (Phase.SETTLED, before.assignment)
+    assert entry.route.epoch > prepared.epoch
+    assert balancer.machine.counters["moves_rolled_back"] == 1
     cluster.agents[source].restart()
-    cluster.run_until(lambda: is_settled(cluster, balancer, target))
+    cluster.run(6)
+    assert cluster.ask("move", {"channel": CHANNEL, "to": target}).error is None
+    assert is_settled(cluster, balancer, target)
+
+
+def test_the_move_of_a_slot_is_undone_with_all_its_channels() -> None:
+    cluster, balancer = started()
+    source, target = places(cluster, balancer)
+    slot = slot_of(CHANNEL)
+    lose_acknowledgements(cluster, target)
+    cluster.admin(source, "move", {"channel": slot, "to": target})
+    cluster.run()
+    assert phase_of(balancer) is Phase.PREPARED
+    cluster.agents[target].alive = False
+    cluster.run_until(lambda: is_settled(cluster, balancer, source))
+    assert slot in balancer.plan.entries and CHANNEL not in balancer.plan.entries
+    cluster.agents[target].restart()
+    cluster.agents[target].lose = lambda message: False
+    cluster.run(6)
+    assert cluster.ask("move", {"channel": slot, "to": target}).error is None
+    assert is_settled(cluster, balancer, target)
+
+
+def test_a_move_of_an_earlier_balancer_waits_for_its_agents() -> None:
+    """It may be active at a server that the new balancer cannot read."""
+    cluster, balancer = started()
+    source, target = places(cluster, balancer)
+    lose_acknowledgements(cluster, target)
+    begin(cluster, balancer)
+    cluster.run()
+    cluster.agents[source].alive = False
+    later = cluster.succeed(balancer, NO_DECISIONS)
+    cluster.agents[target].lose = lambda message: False
+    cluster.run(20)
+    assert phase_of(later) is Phase.PREPARED
+    cluster.agents[source].restart()
+    cluster.run_until(lambda: is_settled(cluster, later, target))
 
 
 def test_a_superseded_agent_is_believed_again_when_the_later_one_is_gone() -> None:

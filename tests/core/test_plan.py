@@ -130,6 +130,24 @@ def test_an_epoch_is_never_newer_than_the_plan(plan: Plan) -> None:
         assert epochs[-1] <= plan.version
 
 
+def test_a_move_that_is_undone_before_it_is_active_ends_where_it_began() -> None:
+    prepared = PLAN_0.begin({C: single(AWAY)})
+    undone = prepared.roll_back([C])
+    assert (undone.version, undone.entry(C)) == (2, Entry(Route(2, single(HOME)), Phase.SETTLED))
+    with pytest.raises(PlanError, match="cannot be undone: clients may have followed it"):
+        prepared.activate([C]).roll_back([C])
+    with pytest.raises(PlanError, match="cannot be undone"):
+        prepared.activate([C]).fail_over({C: single(FAR)}).roll_back([C])
+
+
+def test_a_replicated_channel_returns_to_its_replicas_by_another_transition() -> None:
+    """The names of replicas contain the epoch."""
+    replicas = Assignment(Mode.ALL_PUBLISHERS, (HOME, AWAY))
+    replicated = PLAN_0.begin({C: replicas}).activate([C]).settle([C])
+    undone = replicated.begin({C: single(FAR)}).roll_back([C])
+    assert undone.entry(C) == Entry(Route(5, replicas), Phase.PREPARED, (Route(1, replicas),))
+
+
 def test_an_entry_may_follow_those_before_it_in_its_plan_and_none_of_another_plan() -> None:
     entries: list[Entry] = []
     plan = PLAN_0

@@ -28,7 +28,8 @@ from tests.whole.harness import (
     waits,
 )
 
-QUICK = {"balancer.lease_s": 3.0}
+QUICK = {"balancer.lease_s": 3.0, "balancer.agent_stale_s": 60.0}
+"""An agent that hangs holds a move for the whole test, which would be undone otherwise."""
 
 
 def held_in(phase: Phase, cluster: LocalCluster, channel: bytes, cleanup: ExitStack) -> tuple[Any, str]:
@@ -116,9 +117,9 @@ def test_agents_that_are_killed_and_restarted_in_the_middle_of_moves_lose_nothin
 
         def active() -> bool:
             entries = [stored_entry(cluster, "s2", channel) for channel in channels]
-            return any(entry is not None and entry.phase is Phase.ACTIVE for entry in entries)
+            return all(entry is not None and entry.phase is Phase.ACTIVE for entry in entries)
 
-        until(active, "a move is active")
+        until(active, "all moves are active: others would be undone")
         for agent in cluster.agents.values():
             agent.kill()
         traffic.publishes(10)
@@ -149,6 +150,34 @@ def test_agents_that_are_killed_and_restarted_in_the_middle_of_moves_lose_nothin
         assert traffic.finish().covered_losses >= 2 * 10 * len(channels), "of the plain publisher, at least"
         restarted = [line["server"] for line in logged(cluster.balancer, "an agent has restarted")]
         assert sorted(restarted) == ["s1", "s1", "s2"]
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["killed", "hangs"])
+def test_a_move_is_undone_when_an_agent_that_it_needs_fails(hangs: bool) -> None:
+    [channel] = channels_at("s1", 1)
+    with LocalCluster(2) as cluster, Traffic(cluster, [channel]) as traffic, ExitStack() as cleanup:
+        agent = cluster.agents["s2"]
+        os.kill(agent.pid, signal.SIGSTOP)
+        cleanup.callback(agent.kill)
+        begin_move(cluster, channel, "s2", request=1)
+        until_phase(cluster, [channel], Phase.PREPARED, at="s2")
+        if not hangs:
+            agent.kill()
+        until_phase(cluster, [channel], Phase.SETTLED, at="s1")
+        traffic.flows()
+        with pytest.raises(RequestRefused, match="the agent of server s2 is not heard; start `dynamoth agent` for it"):
+            move(cluster, channel, "s2")
+        problems = {(each["kind"], each["subject"]) for each in cluster.ask_balancer("status")["problems"]}
+        assert ("agent_silent", "s2") in problems
+        if hangs:
+            os.kill(agent.pid, signal.SIGCONT)
+        else:
+            agent.start()
+        cluster.wait_ready()
+        until(lambda: not cluster.ask_balancer("status")["problems"], "the agent is well again")
+        move(cluster, channel, "s2")
+        traffic.flows()
+        assert traffic.finish().lost == 0
 
 
 def test_what_a_publisher_sends_to_the_wrong_server_while_its_agent_is_dead_is_not_lost() -> None:

@@ -80,6 +80,11 @@ CHANGE_TIMEOUT_S_MAX = 86_400.0
 CHANGES = ("move", "replicate", "unreplicate", "pin")
 """The commands that are answered when their change has settled."""
 
+UNDONE = (
+    "the change was undone or replaced: an agent or a server that it needs has failed, or another balancer has changed"
+    " the channel: see 'dynamoth status', then ask again"
+)
+
 REBALANCE = "rebalance"
 """The command that is answered when all moves have settled, or at once where it is a dry run."""
 
@@ -242,7 +247,7 @@ class Admin:
         """Return the reply to a request for a change; None while it has not settled."""
         state, waits = self._changes.state(self._installer(), change, now)
         if state is ChangeState.SUPERSEDED:
-            return AdminReply(number, {}, "another balancer has moved or replicated the channel in another way")
+            return AdminReply(number, {}, UNDONE)
         if state is ChangeState.UNSETTLED and now - since < timeout_s:
             return None
         if state is ChangeState.UNSETTLED:

@@ -337,10 +337,10 @@ class Decider:
         return next((rate for rate in rates if rate.channel == name), ChannelRate(0.0, name))
 
     def members(self, slots: Iterable[bytes], installer: Installer) -> dict[bytes, list[bytes]]:
-        """Return the channels of slots in transition that reports of their old servers name."""
+        """Return the channels of slots that reports name at the servers where clients expect them."""
         members: dict[bytes, list[bytes]] = {slot: [] for slot in slots}
         entries, slot_above = installer.plan.entries, installer.plan.slot_above
-        for server in {entries[slot].previous[-1].assignment.servers[0] for slot in members}:
+        for server in {entries[slot].client_route.assignment.servers[0] for slot in members}:
             for channel in self._model.channel_names(server):
                 if (slot := slot_above(channel)) in members:
                     members[slot].append(channel)

@@ -38,6 +38,9 @@ BY_ADMINISTRATOR = "administrator"
 FAILOVER = "failover"
 """In the place of a goal: the servers of the channel had died."""
 
+ROLLBACK = "rollback"
+"""In the place of a goal: the move was undone, as an agent that it needed had failed."""
+
 
 class Progress(enum.Enum):
     """How far a decision has come."""

@@ -192,6 +192,10 @@ class Agents:
             return f"the agent of server {server} does not observe it: {problem}"
         return None
 
+    def has_failed(self, server: str, now: float) -> bool:
+        """Return whether the agent of a server is silent, or does not observe it."""
+        return not self.is_alive(server, now) or bool(self.unobserved(server, now))
+
     def unobserved(self, server: str, now: float) -> str:
         """Return why the agent of a server cannot observe it; empty when it can, or while unknown."""
         voice = self._voice(server, now)

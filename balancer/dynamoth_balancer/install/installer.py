@@ -7,6 +7,7 @@ state of a transition is in the plan, so whatever happens to the balancer, its s
 
     PREPARED -> ACTIVE    when every old and new server has stored the transition, and the *present* process of its
                           agent has acknowledged it
+    PREPARED -> SETTLED   where it was, when one of these agents has failed
     ACTIVE -> SETTLED     when the agent of every old server has said that nobody listens at the old location there,
                           and every old and new server has stored that the transition is ACTIVE
 
@@ -71,6 +72,8 @@ class Transition:
     since: float
     #: Servers whose agents have said, in its present phase, that nobody listens at an old location.
     vacated: set[str] = field(default_factory=set[str])
+    #: Whether it began in this term, from a settled channel: while it is PREPARED, nobody can have used the new route.
+    is_own: bool = False
 
     @property
     def old(self) -> frozenset[str]:
@@ -198,7 +201,7 @@ class Installer:
         jumped = self._jump()
         plan = self.plan.begin(assignments)
         for channel in assignments:
-            self.transitions[channel] = Transition(channel, plan.entries[channel], plan.version, now)
+            self.transitions[channel] = Transition(channel, plan.entries[channel], plan.version, now, is_own=True)
         return [*jumped, *self._changed(plan, assignments, reason, now)]
 
     def fail_over(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InnerAction]:
@@ -213,6 +216,21 @@ class Installer:
         plan = self.plan.fail_over(assignments)
         self._note_transitions({channel: plan.entries[channel] for channel in assignments}, now, plan.version)
         return [*jumped, *self._changed(plan, assignments, reason, now)]
+
+    def roll_back(self, assignments: Mapping[bytes, Assignment], reason: str, now: float) -> list[InnerAction]:
+        """Undo moves of this term that are PREPARED, in one version of the plan.
+
+        Raises:
+            RequestRefused: the versions are used up.
+
+        """
+        self._check_versions()
+        jumped = self._jump()
+        plan = self.plan.roll_back(assignments)
+        self._note_transitions({channel: plan.entries[channel] for channel in assignments}, now, plan.version)
+        settled = tuple(channel for channel in assignments if plan.entries[channel].phase is Phase.SETTLED)
+        self._settled_at |= dict.fromkeys(settled, now)
+        return [*jumped, *self._changed(plan, assignments, reason, now), TransitionsSettled(settled)]
 
     def note_dead(self, dead: frozenset[str]) -> None:
         """Wait for these servers no more, and for others again."""

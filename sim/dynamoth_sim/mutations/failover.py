@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from dynamoth.machine.events import CommandPart
+from dynamoth_balancer import repair
 from dynamoth_balancer.decide import failover
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install import copies, lease
@@ -13,7 +14,7 @@ from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_sim.mutations.mutation import Check, replaced
+from dynamoth_sim.mutations.mutation import Check, replaced, returning
 from dynamoth_sim.mutations.standalone import agents_do_not_look_back
 
 
@@ -74,6 +75,11 @@ def paused_balancers_rest() -> AbstractContextManager[None]:
     return replaced(failover, homeless=unless_paused)
 
 
+def moves_wait_for_agents() -> AbstractContextManager[None]:
+    """A move that waits for a failed agent is never undone."""
+    return replaced(repair, stuck=returning({}))
+
+
 CHECKS: tuple[Check, ...] = (
     Check("90-stale-write", no_fence, "expected"),
     Check("91-balancer-dies", second_balancers_end, "expected"),
@@ -85,4 +91,8 @@ CHECKS: tuple[Check, ...] = (
     Check("95-dies-before-a-move", moves_are_not_replaced, "expected"),
     Check("95-dies-in-a-move", moves_are_not_replaced, "expected"),
     Check("96-paused", paused_balancers_rest, "expected"),
+    Check("97-agent-dies", moves_wait_for_agents, "expected"),
+    Check("97-agent-hangs", moves_wait_for_agents, "expected"),
+    Check("97-agent-falls-behind", moves_wait_for_agents, "expected"),
+    Check("97-agent-of-a-replica-dies", moves_wait_for_agents, "expected"),
 )

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dynamoth.plan.plan import Phase, single
+from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_sim.cluster import SERVER_DEAD_S
 from dynamoth_sim.load.clients import PublisherApp, SubscriberApp
+from dynamoth_sim.load.flood import Flood
 from dynamoth_sim.scenarios.stage import HOLD_S_MAX, Scenario, Stage
 from dynamoth_sim.world.process import Process
 
@@ -26,6 +27,8 @@ HOUR_S = 3600.0
 
 TAKEN_OVER_S_MAX = 1.0
 """How long it takes until others have the channels of a dead server: twice the look of each part, and some commands."""
+
+REPLICATED = Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s3"))
 
 SERVES_S_MAX = 1.0
 """And how soon after that a new client is confirmed there, which looks for its server first."""
@@ -225,6 +228,54 @@ def paused_and_pinned(stage: Stage) -> None:
     stage.publish(publisher, channel)
 
 
+def agent_fails(
+    fail: Callable[[Stage], Callable[[], None]], before: Assignment, stage: Stage, slow: str = "s2"
+) -> None:
+    """Case 97. The agent of s2 fails while a channel moves there. The move is undone, and none begins until it is back.
+
+    ``before`` is where the channel is. Everything goes on there meanwhile, and nothing is lost. The agent of ``slow``
+    does not hear of the move.
+    """
+    channel = stage.channel_with_subscriber("s1")
+    if before.mode is not Mode.SINGLE:
+        stage.change(channel, before)
+    publisher = stage.publisher("P", channel)
+    stage.run(2.0)
+    after = single("s2") if before.mode is Mode.SINGLE else Assignment(before.mode, ("s1", "s2"))
+    with stage.deaf_agent(slow):
+        stage.cluster.change(channel, after)
+        stage.wait("the change is stored", lambda: stage.entry(channel, "s2").route.assignment == after)
+        back = fail(stage)
+        stage.wait("the move is undone", partial(stage.holds, channel, before, Phase.SETTLED))
+    stage.publish(publisher, channel)
+    refused = sum(stage.cluster.moves.refused.values())
+    stage.cluster.change(channel, after)
+    stage.wait("no other one begins", lambda: sum(stage.cluster.moves.refused.values()) > refused)
+    stage.expect("it is where it was", stage.holds(channel, before, Phase.SETTLED), channel)
+    back()
+    balancer = stage.cluster.balancer.machine
+    assert isinstance(balancer, BalancerMachine)
+    stage.wait("the agent is well again", lambda: not balancer.health.errors)
+    stage.change(channel, after)
+    stage.publish(publisher, channel)
+
+
+def _agent_dies(stage: Stage) -> Callable[[], None]:
+    stage.cluster.agents["s2"].crash()
+    return stage.cluster.agents["s2"].start
+
+
+def _agent_hangs(stage: Stage) -> Callable[[], None]:
+    stage.cluster.agents["s2"].pause()
+    return stage.cluster.agents["s2"].resume
+
+
+def _agent_falls_behind(stage: Stage) -> Callable[[], None]:
+    flood = Flood(stage.cluster, "s2")
+    flood.start()
+    return flood.stop
+
+
 def _wait_taken_over(stage: Stage, channels: Sequence[bytes]) -> None:
     """Wait until others have the channels of s1, which has just died; this must be soon."""
     stage.wait(
@@ -301,4 +352,8 @@ SCENARIOS: dict[str, Scenario] = {
     "95-dies-before-a-move": Scenario(partial(fails_during_a_move, Phase.PREPARED), losses_allowed=True),
     "95-dies-in-a-move": Scenario(partial(fails_during_a_move, Phase.ACTIVE), losses_allowed=True),
     "96-paused": Scenario(paused_and_pinned, losses_allowed=True),
+    "97-agent-dies": Scenario(partial(agent_fails, _agent_dies, single("s1"))),
+    "97-agent-hangs": Scenario(partial(agent_fails, _agent_hangs, single("s1"))),
+    "97-agent-falls-behind": Scenario(partial(agent_fails, _agent_falls_behind, single("s1"), slow="s1")),
+    "97-agent-of-a-replica-dies": Scenario(partial(agent_fails, _agent_dies, REPLICATED)),
 }

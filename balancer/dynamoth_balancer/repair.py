@@ -1,0 +1,101 @@
+"""Repairs the plan after failures: what dead servers have goes to others, and moves that failed agents hold are undone.
+
+This is no goal of balancing: it goes on while the balancer is paused or waits between two plans, and whatever else is
+under way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Protocol
+
+from dynamoth.errors import RequestRefused
+from dynamoth.plan.plan import Assignment
+from dynamoth_balancer.admin.changes import CarryOut
+from dynamoth_balancer.decide.failover import fail_over
+from dynamoth_balancer.decide.history import FAILOVER, ROLLBACK
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.decide.rollback import stuck
+from dynamoth_balancer.events import InnerAction, Note
+from dynamoth_balancer.install.agents import Agents
+from dynamoth_balancer.install.dead_servers import DeadServers
+from dynamoth_balancer.install.installer import Installer
+
+
+class Change(Protocol):
+    """Changes assignments by a method of the installer, and has model and history follow."""
+
+    def __call__(
+        self, assignments: Mapping[bytes, Assignment], reason: str, now: float, *, begin: CarryOut, goal: str
+    ) -> list[InnerAction]:
+        """Return the actions to execute. Raises RequestRefused."""
+        ...
+
+
+class Repair:
+    """Looks for failures, and repairs what they have left.
+
+    Args:
+        dead_servers: which servers are dead; the owner keeps it up to date.
+        agents: the agents of all servers.
+        model: the load of servers and channels.
+        transitions_max: how many channels may be in transition.
+        counters: those of the balancer.
+        change: carries out a change.
+
+    """
+
+    def __init__(
+        self,
+        dead_servers: DeadServers,
+        agents: Agents,
+        model: ClusterModel,
+        transitions_max: int,
+        counters: Counter[str],
+        change: Change,
+    ) -> None:
+        self._dead_servers = dead_servers
+        self._agents = agents
+        self._model = model
+        self._transitions_max = transitions_max
+        self._counters = counters
+        self._change = change
+
+    def tick(self, installer: Installer, now: float) -> list[InnerAction]:
+        """Repair what can be repaired now."""
+        return [*self._note_dead(installer), *self._fail_over(installer, now), *self._roll_back(installer, now)]
+
+    def _note_dead(self, installer: Installer) -> list[InnerAction]:
+        before, dead = installer.dead, self._dead_servers.dead
+        # With half of the servers dead, the lease may last a little longer, but nothing could be stored at a majority.
+        installer.note_dead(dead if 2 * len(dead) < len(installer.plan.servers) else frozenset())
+        text = "a server is dead: others take over what it has"
+        return [Note("error", text, {"server": server}) for server in sorted(installer.dead - before)]
+
+    def _fail_over(self, installer: Installer, now: float) -> list[InnerAction]:
+        """Give what dead servers have to others."""
+        if not installer.dead or installer.rules_rest(now) > 0:
+            return []
+        room = self._transitions_max - len(installer.transitions)
+        assignments = fail_over(installer, self._model, room, now)
+        if not assignments:
+            return []
+        self._counters["failovers"] += len(assignments)
+        reason = f"{', '.join(sorted(installer.dead))} cannot be reached"
+        try:
+            return self._change(assignments, reason, now, begin=installer.fail_over, goal=FAILOVER)
+        except RequestRefused as error:
+            return [Note("error", "nothing can be taken over", {"reason": str(error)})]
+
+    def _roll_back(self, installer: Installer, now: float) -> list[InnerAction]:
+        """Undo the moves that wait for failed agents, and that no client has noticed."""
+        assignments = stuck(installer, self._agents, now)
+        if not assignments:
+            return []
+        self._counters["moves_rolled_back"] += len(assignments)
+        reason = "an agent that the move needs has failed"
+        try:
+            return self._change(assignments, reason, now, begin=installer.roll_back, goal=ROLLBACK)
+        except RequestRefused as error:
+            return [Note("error", "no move can be undone", {"reason": str(error)})]
