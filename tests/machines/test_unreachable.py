@@ -98,6 +98,25 @@ def test_a_channel_that_nobody_waits_for_is_looked_up_once_for_its_subscribers()
     assert tagged(publisher.pass_time(30.0), "elsewhere") == []
 
 
+def test_a_channel_that_is_new_is_looked_up_at_once_where_a_server_has_been_away_for_long() -> None:
+    """Its home may be dead for days, until somebody removes it: each new channel must not wait for that."""
+    publisher = lost()
+    publisher.pass_time(LOOKS_S)
+    first, second = channel_at("s1", 1), channel_at("s1", 2)
+
+    def asked(*channels: bytes, within_s: float) -> list[bytes]:
+        for channel in channels:
+            publisher.publish(channel)
+        return [send.tag[1] for send in tagged(publisher.pass_time(within_s), "elsewhere")]
+
+    assert asked(first, within_s=0.0) == [first]
+    assert asked(first, second, within_s=0.0) == [second], "each is asked for once"
+    again = asked(first, within_s=DEFAULTS.look_again_s)
+    assert sorted(again) == sorted([first, second]), "and again, together with all that wait"
+    publisher.answer(publisher.up("s1"), observers=1)
+    assert asked(channel_at("s1", 3), within_s=0.0) == []
+
+
 def silent() -> tuple[Looking, list[Any], list[Send]]:
     """One whose server s1 is connected and leaves messages unanswered; what it asked elsewhere; and the messages."""
     publisher = begun()
@@ -143,6 +162,16 @@ def test_a_new_subscriber_is_confirmed_although_the_home_is_down() -> None:
     listener.up(ask.link)
     assert found(listener, listener.pass_time(0.2)) == [Connect("s2", URLS["s2"])]
     assert found(listener, listener.up("s2")) == [SubscriptionConfirmed(C)]
+
+
+def test_a_new_subscriber_asks_at_once_where_the_home_has_been_down_for_long() -> None:
+    listener = Listener(LOOKING)
+    listener.subscribe()
+    ask = only(Connect, listener.pass_time(ASKS_S))[0]
+    listener.up(ask.link)
+    other = channel_at("s1", 1)
+    listener.subscribe(other)
+    assert [send.tag[1] for send in tagged(listener.pass_time(0.0), "elsewhere")] == [other]
 
 
 def test_a_subscriber_whose_server_is_gone_follows_and_says_what_it_may_have_missed() -> None:

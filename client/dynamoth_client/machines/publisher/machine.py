@@ -154,6 +154,8 @@ class PublisherMachine:
         server.refused = False
         discard_failed(server, now)
         server.down_since, server.lost_at = float("inf"), None
+        server.unasked.clear()
+        server.asked.clear()
         if event.run_id != server.run_id and server.version is not None:
             server.version = None
             self._plan.touch()
