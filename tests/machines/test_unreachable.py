@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dynamoth.machine.events import Connect, LinkDown, Send
+from dynamoth.machine.events import Connect, Disconnect, LinkDown, Send
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.envelope import HEARTBEAT
 from dynamoth_client.machines.publisher.events import PublishAll, Published, PublishFailed
 from dynamoth_client.machines.subscriber.events import GapDetected, SubscriberOptions, SubscriptionConfirmed
 from tests.machines.helpers import (
+    PLAN_0,
     SETTLED,
     URLS,
     C,
@@ -115,6 +116,17 @@ def test_a_channel_that_is_new_is_looked_up_at_once_where_a_server_has_been_away
     assert sorted(again) == sorted([first, second]), "and again, together with all that wait"
     publisher.answer(publisher.up("s1"), observers=1)
     assert asked(channel_at("s1", 3), within_s=0.0) == []
+
+
+def test_a_server_that_was_removed_is_left_when_nothing_waits_for_it() -> None:
+    publisher = begun()
+    listed = {id_: server for id_, server in PLAN_0.servers.items() if id_ != "s1"}
+    publisher.publish()
+    publisher.plan.update_header(replace(PLAN_0, version=1, servers=listed))
+    assert Disconnect("s1") not in publisher.down("s1"), "a message waits for it"
+    publisher.found(publisher.pass_time(LOOKS_S))
+    assert publisher.down("s1") == [Disconnect("s1")]
+    assert publisher.down("s3") == [], "it is in the plan, and comes back"
 
 
 def silent() -> tuple[Looking, list[Any], list[Send]]:
