@@ -1,6 +1,6 @@
 """Experiment 3 of the Dynamoth paper (section V-E, figure 7): servers come and go with the players.
 
-Run as root with ``python -m bench.elasticity``; ``--help`` tells the rest. It takes about five minutes. Players join,
+Run as root with ``python -m bench.elasticity``; ``--help`` tells the rest. It takes about ten minutes. Players join,
 most of them leave, and many join again, as in the paper: 800, 200, 600, scaled down to a fourth as in
 ``bench.scalability``. One server runs at first. The balancer asks for more when the load is high (provisioner
 ``command``), and frees them when it is low. Each is a redis-server and an agent, started on a machine of their own.
@@ -61,8 +61,8 @@ class Setting:
     tile_side_m: float
     schedule: Schedule
     balancer: Mapping[str, float]
-    grow_ratio: float = 0.6
-    release_ratio: float = 0.45
+    grow_ratio: float = 0.5
+    release_ratio: float = 0.35
     release_delay_s: float = 5.0
 
     def plan(self, seed: int) -> GamePlan:
@@ -88,7 +88,7 @@ FULL = Setting(
     payload_bytes=2000,
     tiles_per_side=8,
     tile_side_m=50.0,
-    schedule=Schedule(((0.0, 50), (130.0, 200), (145.0, 200), (155.0, 50), (205.0, 50), (265.0, 150), (285.0, 150))),
+    schedule=Schedule(((0.0, 50), (260.0, 200), (290.0, 200), (310.0, 50), (410.0, 50), (530.0, 150), (570.0, 150))),
     balancer={"balancer.averaging_s": 3.0, "balancer.wait_s": 4.0, "balancer.channel_rest_s": 6.0},
 )
 SMALL = Setting(

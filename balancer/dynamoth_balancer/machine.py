@@ -191,7 +191,8 @@ class BalancerMachine:
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._decider = Decider(
             self._model,
-            (Pin(), Replicate(), Relieve(), Release(), Drain()),
+            (Pin(), Replicate(), Relieve()),
+            (Release(), Drain()),
             (RelieveSlots(), ReleaseSlots(), DrainSlots(), Spread(), Tidy()),
             self.options,
         )
