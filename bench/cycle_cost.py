@@ -88,9 +88,8 @@ class Bench:
         self.model = ClusterModel(by_id, self.options.averaging_s)
         self.agents = Agents(by_id, self.options.agent_stale_s, self.model.blind)
         self.hearing = Hearing(self.agents, self.model, Counter())
-        goals = (Pin(), Replicate(), Relieve(), Drain())
-        slot_goals = (RelieveSlots(), DrainSlots(), Spread())
-        self.decider = Decider(self.model, goals, slot_goals, self.options)
+        urgent_goals, slot_goals = (Pin(), Replicate(), Relieve()), (RelieveSlots(), DrainSlots(), Spread())
+        self.decider = Decider(self.model, urgent_goals, (Drain(),), slot_goals, self.options)
         self.reports = [
             pack_report(_report(server, index, names))
             for index, (server, names) in enumerate(_channels_at(self.plan, channels).items())

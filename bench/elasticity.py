@@ -1,19 +1,23 @@
 """Experiment 3 of the Dynamoth paper (section V-E, figure 7): servers come and go with the players.
 
-Run as root with ``python -m bench.elasticity``; ``--help`` tells the rest. It takes about five minutes. Players join,
+Run as root with ``python -m bench.elasticity``; ``--help`` tells the rest. It takes about ten minutes. Players join,
 most of them leave, and many join again, as in the paper: 800, 200, 600, scaled down to a fourth as in
 ``bench.scalability``. One server runs at first. The balancer asks for more when the load is high (provisioner
 ``command``), and frees them when it is low. Each is a redis-server and an agent, started on a machine of their own.
 
 What is compared
     Server-seconds, from the moment a server is asked for until it is freed, against the best fixed number of servers in
-    hindsight. That number is at least as large as what was sent at the peak, divided by what one server can send: no
+    hindsight. That number is at least as large as what is due at the peak, divided by what one server can send: no
     fixed fleet, however well balanced, can do with fewer. So the ratio that is shown is the worst one that is possible.
     ``--fixed N`` runs the same game on N servers that stay.
 
+What is due
+    The bytes that the players' updates make, to everybody in a tile. Players take the same paths in every run, so it is
+    computed from these. What servers have sent would not do: one that is full sends no more than it can.
+
 How quickly servers follow
-    The longest time in which the load ratio of the servers together was above the one at which the balancer asks for
-    more, and the longest in which servers were kept although one fewer would have had little enough load for a release.
+    The longest time in which what was due was above the load ratio at which the balancer asks for more, for all servers
+    together; and the longest in which servers were kept although one fewer would have had little enough for a release.
 """
 
 from __future__ import annotations
@@ -57,8 +61,8 @@ class Setting:
     tile_side_m: float
     schedule: Schedule
     balancer: Mapping[str, float]
-    grow_ratio: float = 0.6
-    release_ratio: float = 0.45
+    grow_ratio: float = 0.5
+    release_ratio: float = 0.35
     release_delay_s: float = 5.0
 
     def plan(self, seed: int) -> GamePlan:
@@ -84,8 +88,8 @@ FULL = Setting(
     payload_bytes=2000,
     tiles_per_side=8,
     tile_side_m=50.0,
-    schedule=Schedule(((0.0, 50), (130.0, 200), (145.0, 200), (155.0, 50), (205.0, 50), (265.0, 150), (285.0, 150))),
-    balancer={"balancer.averaging_s": 5.0, "balancer.wait_s": 10.0, "balancer.channel_rest_s": 15.0},
+    schedule=Schedule(((0.0, 50), (260.0, 200), (290.0, 200), (310.0, 50), (410.0, 50), (530.0, 150), (570.0, 150))),
+    balancer={"balancer.averaging_s": 3.0, "balancer.wait_s": 4.0, "balancer.channel_rest_s": 6.0},
 )
 SMALL = Setting(
     servers_max=4,
@@ -174,12 +178,12 @@ class Outcome:
         return self.server_s / self.fixed_server_s
 
 
-def judge(moments: Sequence[Moment], setting: Setting) -> Outcome:
-    """Compare the servers that there were with those that were needed."""
+def judge(moments: Sequence[Moment], setting: Setting, bytes_due: Sequence[float]) -> Outcome:
+    """Compare the servers that there were with those that were needed, for ``bytes_due`` in each second."""
     times_s = [moments[0].at_s, *(later.at_s - earlier.at_s for earlier, later in pairwise(moments))]
-    # What all servers sent, in parts of what one can send.
-    sent = [sum(moment.load_ratios) / USABLE_RATIO for moment in moments]
-    loads = [mean(sent[max(0, end - WINDOW_S) : end]) for end in range(1, len(sent) + 1)]
+    # In parts of what one server can send.
+    due = [each / (setting.bytes_per_s_max * USABLE_RATIO) for each in bytes_due]
+    loads = [mean(due[max(0, end - WINDOW_S) : end]) for end in range(1, len(due) + 1)]
     fixed = max(1, math.ceil(max(loads)))
     short = [load > setting.grow_ratio * each.servers for load, each in zip(loads, moments, strict=True)]
     spare = [
@@ -279,7 +283,8 @@ def main() -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: networks and processes are removed\n")
         return INTERRUPTED_STATUS
-    outcome = judge(moments, setting)
+    due = [sum(second.values()) for second in setting.plan(arguments.seed).bytes_due()]
+    outcome = judge(moments, setting, due)
     sys.stdout.write("\n".join([*table(outcome, setting), ""]))
     if arguments.json is not None:
         results: dict[str, Any] = {**asdict(outcome), "ratio": outcome.ratio, "setting": asdict(setting)}

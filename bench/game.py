@@ -6,12 +6,14 @@ They repeat experiments 2 and 3 of the Dynamoth paper (sections V-D and V-E, fig
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
 from dynamoth.plan.slots import slot_number, slot_of
+from dynamoth_sim.load.rgame import GameWorld, Join, Player
 
 PAPER_RESPONSE_MS_MAX = 150.0
 """A game is good to play while the mean response time is below this (Dynamoth, section V-D)."""
@@ -143,6 +145,33 @@ class AddWhenLoaded:
             return False
         self._rested_s = 0.0
         return True
+
+
+# What is due.
+
+
+def deliveries_due(world: GameWorld, schedule: Schedule, seed: int) -> list[Mapping[bytes, float]]:
+    """Return for each second of a game how many messages servers should send on each channel.
+
+    Players take the same paths in every run, so this does not depend on what a system achieves. Everybody in a tile
+    gets the updates of everybody there, and so does the agent of its server.
+    """
+    players: list[Player] = []
+    tiles: list[bytes | None] = []
+    due: list[Mapping[bytes, float]] = []
+    for second in range(int(schedule.duration_s)):
+        count = schedule.players(second)
+        del players[count:], tiles[count:]
+        for number in range(len(players), count):
+            players.append(Player(number, world, Random(f"{seed}:{number}"), float(second), game_start_s=0.0))
+            tiles.append(None)
+        for number, player in enumerate(players):
+            for action in player.step(second + 1.0):
+                if isinstance(action, Join):
+                    tiles[number] = action.channel
+        crowds = Counter(tile for tile in tiles if tile is not None)
+        due.append({tile: world.updates_per_s * crowd * (crowd + 1) for tile, crowd in crowds.items()})
+    return due
 
 
 # What is held.

@@ -10,13 +10,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.game import GRACE_S, Schedule, Second, overloaded_s
+from bench.game import GRACE_S, Schedule, Second, deliveries_due, overloaded_s
 from bench.game_players import Game, Sample, play
 from bench.game_systems import System
 from bench.processors import BusyMeter, cpu_s
 from bench.replication_network import Network
 from bench.workers import Worker
+from dynamoth.protocol.envelope import HEADER_BYTES
 from dynamoth_demo.latency import LatencyCounts
+from dynamoth_demo.scene import PUSH_BYTES
+from dynamoth_sim.load.rgame import GameWorld
 
 PROCESSES = 2
 """Processes of players."""
@@ -69,6 +72,12 @@ class GamePlan:
     payload_bytes: int
     schedule: Schedule
     seed: int = 1
+
+    def bytes_due(self) -> list[dict[bytes, float]]:
+        """Return for each second how many bytes servers should send on each channel, headers of networks aside."""
+        update_bytes = self.payload_bytes + HEADER_BYTES + PUSH_BYTES
+        due = deliveries_due(GameWorld(**self.world), self.schedule, self.seed)
+        return [{channel: count * update_bytes for channel, count in second.items()} for second in due]
 
 
 class _Meters:

@@ -200,7 +200,8 @@ class BalancerMachine:
         )
         self._decider = Decider(
             self._model,
-            (Pin(), Replicate(), Relieve(), Release(), Drain()),
+            (Pin(), Replicate(), Relieve()),
+            (Release(), Drain()),
             (RelieveSlots(), ReleaseSlots(), DrainSlots(), Spread(), Tidy()),
             self.options,
         )

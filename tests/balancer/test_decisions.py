@@ -93,15 +93,33 @@ def test_what_a_restarted_agent_measures_is_not_mixed_with_what_was_before() -> 
 
 
 def test_no_plan_is_made_while_one_is_being_installed() -> None:
-    cluster, balancer = started(3, BalancerOptions(wait_s=0.0, averaging_s=2.0, moves_per_plan_max=1))
-    channels = _load(cluster, balancer, {"s1": [0.2] * 6})
+    cluster, balancer = started(3, BalancerOptions(wait_s=0.0, averaging_s=2.0))
+    channels = _load(cluster, balancer, {"s1": [0.2] * 5})
     cluster.agents["s1"].listened.update(channels)
     cluster.run_until(lambda: bool(balancer.decided))
+    assert cluster.ask("server", {"action": "drain", "server": "s2"}).error is None
     cluster.run(20)
-    assert len(balancer.decided) == 1
+    assert len(balancer.decided) == 1, "nothing leaves s2 yet"
     cluster.agents["s1"].listened.clear()
     cluster.run(10)
     assert len(balancer.decided) >= 2
+
+
+def test_an_overloaded_server_is_relieved_further_while_its_moves_take_long() -> None:
+    """Its subscribers are behind, so they leave late: that is no reason to leave it overloaded."""
+    options = BalancerOptions(wait_s=3.0, averaging_s=2.0, moves_per_plan_max=1, move_timeout_s=1000.0)
+    cluster, balancer = started(3, options)
+    channels = _load(cluster, balancer, {"s1": [0.2] * 8})
+    cluster.agents["s1"].listened.update(channels)
+    times: list[float] = []
+    for _ in range(120):
+        cluster.run(0.25)
+        if len(balancer.decided) > len(times):
+            times.append(cluster.now)
+    moved = [channel for channel, _, _ in _moves(balancer)]
+    assert len(set(moved)) == len(moved) == 4, "until its load ratio is 0.8"
+    assert balancer.machine.transitions == 4, "all of them are under way"
+    assert all(later - earlier >= 3.0 for earlier, later in pairwise(times))
 
 
 def test_a_transition_that_is_stuck_does_not_stop_all_decisions() -> None:

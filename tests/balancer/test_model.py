@@ -44,6 +44,19 @@ def test_load_ratios_are_averaged() -> None:
     assert model.load("s1", 40.0) is None, "silent agents are no idle servers"
 
 
+def test_a_server_that_is_full_has_the_load_of_all_that_is_due_to_its_subscribers() -> None:
+    """It sends no more than it can, and would seem to have only a little too much."""
+    model = ClusterModel(["s1", "s2"], averaging_s=10.0)
+    full = replace(report("s1", {b"a": 1500, b"b": 700}), outgoing_bytes_per_s=float(CAPACITY))
+    model.report(full, 1.0)
+    model.report(report("s2", {}), 1.0)
+    assert ratio(model, "s1", 1.0) == 2.2
+    model.on_moves({b"a": (single("s1"), single("s2"))}, 2.0)
+    model.report(full, 2.0)
+    model.report(report("s2", {}), 2.0)
+    assert (ratio(model, "s1", 2.0), ratio(model, "s2", 2.0)) == (0.7, 1.5)
+
+
 def test_reports_of_different_length_weigh_by_it() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
     model.report(report("s1", {b"a": 100}, interval_s=3.0), 3.0)

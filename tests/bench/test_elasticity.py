@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from bench.elastic_machines import Machines
-from bench.elasticity import SMALL, judge, longest_s, table
+from bench.elasticity import SMALL, Outcome, judge, longest_s, table
 from bench.game_run import Moment
+from bench.game_systems import USABLE_RATIO
 from bench.replication_network import Network, NotPossible
 from dynamoth_balancer.process.provisioners import CommandProvisioner, ProvisionerFailed
 from dynamoth_link.query import query
@@ -44,13 +46,12 @@ ANY = Moment(
 )
 
 
-def run_of(*stretches: tuple[int, int, float]) -> list[Moment]:
-    """Return a run of stretches, each with its seconds, servers, and their load together."""
+def judged(*stretches: tuple[int, int, float], slow: range = range(0)) -> Outcome:
+    """Judge a run of stretches, each with its seconds, servers, and what is due in parts of what one can send."""
     seconds = [(servers, load) for count, servers, load in stretches for _ in range(count)]
-    return [
-        replace(ANY, at_s=float(at_s), servers=servers, load_ratios=(load,))
-        for at_s, (servers, load) in enumerate(seconds, 1)
-    ]
+    moments = [replace(ANY, at_s=float(at_s), servers=servers) for at_s, (servers, _) in enumerate(seconds, 1)]
+    moments = [replace(each, response_ms_sum=30 * 400.0) if each.at_s in slow else each for each in moments]
+    return judge(moments, SMALL, [load * SMALL.bytes_per_s_max * USABLE_RATIO for _, load in seconds])
 
 
 def test_the_longest_time_has_no_break() -> None:
@@ -59,27 +60,35 @@ def test_the_longest_time_has_no_break() -> None:
 
 
 def test_server_seconds_are_compared_with_the_fewest_servers_for_the_peak() -> None:
-    outcome = judge(run_of((30, 1, 0.4), (30, 4, 2.4), (40, 1, 0.4)), SMALL)
+    outcome = judged((30, 1, 0.4), (30, 4, 2.4), (40, 1, 0.4))
     assert outcome.server_s == 30 + 30 * 4 + 40
-    assert (outcome.fixed_servers, outcome.fixed_server_s) == (3, 300.0)  # 2.4 / 0.95: two are too few
+    assert (outcome.fixed_servers, outcome.fixed_server_s) == (3, 300.0)
     assert outcome.ratio == pytest.approx(190 / 300)
     assert outcome.servers_most == 4
     assert any("0.63" in line for line in table(outcome, SMALL))
 
 
 def test_servers_follow_late_when_there_are_too_few_or_too_many_for_long() -> None:
-    outcome = judge(run_of((20, 1, 0.1), (25, 1, 0.9), (20, 2, 0.9), (35, 2, 0.1)), SMALL)
+    outcome = judged((20, 1, 0.1), (25, 1, 0.9), (20, 2, 0.9), (35, 2, 0.1))
     # Means over 5 s cross the bounds some seconds after the load.
     assert 20 <= outcome.short_s <= 25
     assert 30 <= outcome.spare_s <= 35
-    assert judge(run_of((50, 2, 1.0)), SMALL).short_s == 0.0
+    assert judged((50, 2, 1.0)).short_s == 0.0
 
 
 def test_slow_responses_count_without_a_break() -> None:
-    run = run_of((10, 1, 0.1), (30, 1, 0.1), (10, 1, 0.1))
-    slow = [replace(each, response_ms_sum=30 * 400.0) if 10 < each.at_s <= 40 else each for each in run]
-    assert 28 <= judge(slow, SMALL).slow_s <= 34
-    assert judge(run, SMALL).slow_s == 0
+    assert 28 <= judged((50, 1, 0.1), slow=range(11, 41)).slow_s <= 34
+    assert judged((50, 1, 0.1)).slow_s == 0
+
+
+def test_what_is_due_follows_the_players_and_not_what_was_sent() -> None:
+    plan = SMALL.plan(1)
+    due = [sum(second.values()) for second in plan.bytes_due()]
+    assert len(due) == int(plan.schedule.duration_s)
+    players = [plan.schedule.players(at_s) for at_s in range(len(due))]
+    alone = 3 * 2 * 2069  # a player who is alone in a tile, to itself and the agent
+    assert all(each >= count * alone * 0.8 for each, count in zip(due, players, strict=True)), "all are somewhere"
+    assert mean(due[50:65]) > 2 * mean(due[90:]), "40 players against 15"
 
 
 @pytest.fixture

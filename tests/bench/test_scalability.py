@@ -69,6 +69,13 @@ def run_of(system: str, held: int, tried: int) -> Run:
     )
 
 
+def test_no_system_can_hold_more_players_than_all_servers_together() -> None:
+    most = SMALL.most_possible(seed=1)
+    assert SMALL.players[0] < most < SMALL.players[1]
+    assert replace(SMALL, servers=2).most_possible(seed=1) < most
+    assert replace(SMALL, servers=100).most_possible(seed=1) == SMALL.players[1]
+
+
 def test_the_ratio_is_of_players_held() -> None:
     runs = [run_of(DYNAMOTH, 160, 200), run_of(HASHING, 100, 200)]
     # The mean is over 5 s, so that the first second of trouble ends it.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
+import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,10 +19,13 @@ from dynamoth_balancer.decide.cluster import ChannelFigures
 from dynamoth_balancer.decide.replicate import wanted_change
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.provision.options import FleetOptions
+from dynamoth_client.asyncio import GapInfo
 from dynamoth_demo.festival import Festival, Performer
 from dynamoth_demo.scene import Elasticity, Scene, make_scene
 from dynamoth_demo.state import DemoState, WorkerState
 from dynamoth_demo.view import View, render, show_summary
+from dynamoth_demo.worker import ARRIVAL_POLL_S, Auditors, WorkerOptions
+from dynamoth_sim.load.rgame import Update
 
 SERVERS = ["s1", "s2", "s3"]
 CHANNELS = [b"a", b"b", b"c"]
@@ -500,3 +506,26 @@ def test_the_summary_says_when_nothing_was_split() -> None:
     short, alone = DemoState(SERVERS, CHANNELS, 50.0, FESTIVAL), DemoState(["s1"], CHANNELS, 50.0)
     assert "split: none; f was too short" in shown(short, terminal=False)
     assert "split: none; with one server there is nothing to spread" in shown(alone, terminal=False)
+
+
+@pytest.mark.anyio
+async def test_a_gap_event_does_not_end_the_wait_for_what_is_under_way() -> None:
+    world = make_scene(4, SERVERS, 50.0).world
+    options = WorkerOptions(
+        role="auditors", url="", world=asdict(world), seed=1, first=0, count=1, payload_bytes=10, losses_allowed=True
+    )
+    async with asyncio.TaskGroup() as tasks:
+        auditors = Auditors(options, tasks)
+        auditors.confirmed(0, b"a", time.monotonic())
+
+        def take(sequence: int) -> None:
+            update = Update(b"a", 7, sequence, 0.0, 0.0)
+            auditors.take(0, b"a", update.payload(time.monotonic_ns(), 100), time.monotonic())
+
+        auditors.gap(0, GapInfo(channel=b"a", publisher=None, count=None, reason="a server failed"))
+        take(2)
+        auditors.expect([(7, "a", 3)], [])
+        asyncio.get_running_loop().call_later(3 * ARRIVAL_POLL_S, take, 3)
+        result = await auditors.finish()
+    assert (result["delivered"], result["covered_losses"], result["violations"]) == (2, 1, 0)
+    assert result["reordered"] == 0

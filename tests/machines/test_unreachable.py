@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dynamoth.machine.events import Connect, LinkDown, Send
+from dynamoth.machine.events import Connect, Disconnect, LinkDown, Send
 from dynamoth.plan.plan import Mode
 from dynamoth.protocol.envelope import HEARTBEAT
 from dynamoth_client.machines.publisher.events import PublishAll, Published, PublishFailed
 from dynamoth_client.machines.subscriber.events import GapDetected, SubscriberOptions, SubscriptionConfirmed
 from tests.machines.helpers import (
+    PLAN_0,
     SETTLED,
     URLS,
     C,
@@ -98,6 +99,36 @@ def test_a_channel_that_nobody_waits_for_is_looked_up_once_for_its_subscribers()
     assert tagged(publisher.pass_time(30.0), "elsewhere") == []
 
 
+def test_a_channel_that_is_new_is_looked_up_at_once_where_a_server_has_been_away_for_long() -> None:
+    """Its home may be dead for days, until somebody removes it: each new channel must not wait for that."""
+    publisher = lost()
+    publisher.pass_time(LOOKS_S)
+    first, second = channel_at("s1", 1), channel_at("s1", 2)
+
+    def asked(*channels: bytes, within_s: float) -> list[bytes]:
+        for channel in channels:
+            publisher.publish(channel)
+        return [send.tag[1] for send in tagged(publisher.pass_time(within_s), "elsewhere")]
+
+    assert asked(first, within_s=0.0) == [first]
+    assert asked(first, second, within_s=0.0) == [second], "each is asked for once"
+    again = asked(first, within_s=DEFAULTS.look_again_s)
+    assert sorted(again) == sorted([first, second]), "and again, together with all that wait"
+    publisher.answer(publisher.up("s1"), observers=1)
+    assert asked(channel_at("s1", 3), within_s=0.0) == []
+
+
+def test_a_server_that_was_removed_is_left_when_nothing_waits_for_it() -> None:
+    publisher = begun()
+    listed = {id_: server for id_, server in PLAN_0.servers.items() if id_ != "s1"}
+    publisher.publish()
+    publisher.plan.update_header(replace(PLAN_0, version=1, servers=listed))
+    assert Disconnect("s1") not in publisher.down("s1"), "a message waits for it"
+    publisher.found(publisher.pass_time(LOOKS_S))
+    assert publisher.down("s1") == [Disconnect("s1")]
+    assert publisher.down("s3") == [], "it is in the plan, and comes back"
+
+
 def silent() -> tuple[Looking, list[Any], list[Send]]:
     """One whose server s1 is connected and leaves messages unanswered; what it asked elsewhere; and the messages."""
     publisher = begun()
@@ -143,6 +174,16 @@ def test_a_new_subscriber_is_confirmed_although_the_home_is_down() -> None:
     listener.up(ask.link)
     assert found(listener, listener.pass_time(0.2)) == [Connect("s2", URLS["s2"])]
     assert found(listener, listener.up("s2")) == [SubscriptionConfirmed(C)]
+
+
+def test_a_new_subscriber_asks_at_once_where_the_home_has_been_down_for_long() -> None:
+    listener = Listener(LOOKING)
+    listener.subscribe()
+    ask = only(Connect, listener.pass_time(ASKS_S))[0]
+    listener.up(ask.link)
+    other = channel_at("s1", 1)
+    listener.subscribe(other)
+    assert [send.tag[1] for send in tagged(listener.pass_time(0.0), "elsewhere")] == [other]
 
 
 def test_a_subscriber_whose_server_is_gone_follows_and_says_what_it_may_have_missed() -> None:

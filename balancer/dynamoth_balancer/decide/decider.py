@@ -85,10 +85,17 @@ class Decider:
     """Asks the goals when it is time."""
 
     def __init__(
-        self, model: ClusterModel, goals: Sequence[Goal], slot_goals: Sequence[Goal], options: BalancerOptions
+        self,
+        model: ClusterModel,
+        urgent_goals: Sequence[Goal],
+        goals: Sequence[Goal],
+        slot_goals: Sequence[Goal],
+        options: BalancerOptions,
     ) -> None:
         self._model = model
-        self._goals = (*goals, *slot_goals)
+        self._goals = (*urgent_goals, *goals, *slot_goals)
+        #: The goals that go on for an overloaded server while changes are under way.
+        self._urgent_goals = tuple(urgent_goals)
         #: The goals that go on with slots while the others wait.
         self._slot_goals = tuple(slot_goals)
         self._options = options
@@ -156,9 +163,10 @@ class Decider:
         self._look_at = now + self._options.decision_interval_s
         self._forget(now)
         self._silent_channels.look(installer.plan, self._model.is_busy, now)
-        is_paused = installer.plan.administration.paused
-        if is_paused or next(self._changes_under_way(installer, now), None) is not None:
+        if installer.plan.administration.paused:
             return None
+        if next(self._changes_under_way(installer, now), None) is not None:
+            return self._relieve(installer, now)
         if now < self._plan_at:
             return self._step(installer, now)
         decision, _ = self._ask_goals(self._goals, installer, now)
@@ -171,6 +179,22 @@ class Decider:
             return None
         self._findings_at = now
         return self.history.add(decision, now)
+
+    def _relieve(self, installer: Installer, now: float) -> MadeDecision | None:
+        """Return a decision of the urgent goals while changes are under way, for the sake of an overloaded server.
+
+        Changes may take long at such a server, as subscribers there are behind: it cannot wait until all have settled.
+        """
+        if now < self._plan_at or installer.rules_rest(now) > 0:
+            return None
+        loads = [self._model.load(server, now) for server in installer.plan.servers]
+        if not any(load is not None and load.load_ratio > self._options.load_ratio_high for load in loads):
+            return None
+        decision, _ = self._ask_goals(self._urgent_goals, installer, now)
+        if not decision.moves:
+            return None
+        self.wait(now)
+        return self.history.add(replace(decision, findings=()), now)
 
     def _step(self, installer: Installer, now: float) -> MadeDecision | None:
         """Return the next step of slots, if there is one; the findings are those of the latest plan."""

@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 Per server the model keeps the samples of the last ``averaging_s`` (one per report) and averages over them on request.
 A load is outgoing bytes and CPU; ``resources`` says how the CPU of a channel is estimated. Connections and memory are
-those of the latest report.
+those of the latest report. The outgoing bytes of a server are what it has sent, or, if that is more, what the messages
+of its channels make for their subscribers: a server that is full cannot send it.
 
 Reports add up by slot what they do not name. Such a sum is kept under the name of its slot, as a channel's load is.
 
@@ -238,8 +239,9 @@ class ClusterModel:
         )
         arrays = [array("d", column) for column in numbers]
         outgoing_bytes = report.outgoing_bytes_per_s * interval
+        due_bytes = float(sum(numbers[0]))
         named = len(columns)
-        return Sample(now - interval, now, interval, outgoing_bytes, cpu_s, each_s, named, channels, *arrays)
+        return Sample(now - interval, now, interval, outgoing_bytes, due_bytes, cpu_s, each_s, named, channels, *arrays)
 
     def _forget_old(self, model: _ServerModel, now: float) -> None:
         samples = model.window.samples
@@ -346,7 +348,8 @@ class ClusterModel:
             cpu_ratio = self._bounds.cpu_ratio(model.latest.cpu_ratio)
             return ServerLoad(server, model.latest.outgoing_bytes_per_s, model.capacity, cpu_ratio)
         samples = model.window.samples
-        rate = sum(sample.outgoing_bytes for sample in samples) / weight
+        sent, due = sum(sample.outgoing_bytes for sample in samples), sum(sample.due_bytes for sample in samples)
+        rate = max(sent, due) / weight
         load = ServerLoad(server, rate, model.capacity, sum(sample.cpu_s for sample in samples) / weight)
         for attribution in model.attributed.values():
             load.add(attribution.load_at(server) * self._share(attribution, model, weight))

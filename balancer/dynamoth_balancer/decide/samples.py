@@ -14,13 +14,18 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Sample:
-    """One report, reduced to the averaged figures: bytes sent in its interval, and parts of all CPU times seconds."""
+    """One report, reduced to the averaged figures: bytes sent in its interval, and parts of all CPU times seconds.
+
+    A server that is full sends no more than it can, and the rest waits in its output buffers. What the messages of its
+    channels make for their subscribers, ``due_bytes``, shows how much too much it has.
+    """
 
     begins: float
     arrived: float
     interval_s: float
     #: Of the whole server, without the attributed channels.
     outgoing_bytes: float
+    due_bytes: float
     cpu_s: float
     #: What one delivery cost.
     delivery_cpu_s: float
@@ -41,6 +46,7 @@ class Sample:
         for index, channel in enumerate(self.channels):
             if channel in channels:
                 self.outgoing_bytes = max(0.0, self.outgoing_bytes - self.channel_bytes[index])
+                self.due_bytes = max(0.0, self.due_bytes - self.channel_bytes[index])
                 self.channel_bytes[index] = 0.0
                 self.cpu_s = max(0.0, self.cpu_s - self.deliveries[index] * self.delivery_cpu_s)
                 self.deliveries[index] = 0.0

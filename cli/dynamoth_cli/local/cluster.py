@@ -262,12 +262,11 @@ class LocalCluster:
         return id_
 
     def remove_server(self, id_: str) -> None:
-        """Take out a drained server: the balancer gets the shorter list, then server and agent are stopped for good."""
-        self.balancer.stop()
+        """Take a drained server out of the plan as an operator does; then it and its agent are stopped for good."""
+        self.ask_balancer("server", {"action": "remove", "server": id_})
         del self.capacities[list(self.redis).index(id_)]
         server = self.redis.pop(id_)
         self.config_file.write_text(self._configuration())
-        self.balancer.start()
         self.agents.pop(id_).stop()
         server.stop()
 

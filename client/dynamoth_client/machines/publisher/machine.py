@@ -70,6 +70,7 @@ from dynamoth_client.machines.publisher.sending import Sending
 from dynamoth_client.machines.publisher.standalone import AloneServer
 from dynamoth_client.machines.publisher.unreachable import Elsewhere
 from dynamoth_client.machines.publisher.waiting import HandOver, Together, Unconfirmed, Waiting
+from dynamoth_client.machines.standalone import ALONE
 
 _NEVER = float("inf")
 
@@ -154,6 +155,8 @@ class PublisherMachine:
         server.refused = False
         discard_failed(server, now)
         server.down_since, server.lost_at = float("inf"), None
+        server.unasked.clear()
+        server.asked.clear()
         if event.run_id != server.run_id and server.version is not None:
             server.version = None
             self._plan.touch()
@@ -194,6 +197,8 @@ class PublisherMachine:
             actions += [] if server.avoided else self._fail_over(event.link, now)
             actions += self._answers.on_untrusted(event.link, now)
         discard_failed(server, now)
+        if event.link not in self._plan.servers and event.link != ALONE and not server.waiting:
+            actions.append(Disconnect(event.link))  # it was removed: nothing goes there any more
         return actions
 
     def _fail_over(self, server_id: str, now: float) -> list[PublisherAction]:

@@ -73,8 +73,12 @@ class PublisherServer:
     down_since: float = float("inf")
     #: When the connection was lost, until its channels were looked up at another server.
     lost_at: float | None = None
-    #: When another server may be asked, at the earliest, where its channels are.
+    #: When another server may be asked again, at the earliest, where its channels are.
     look_at: float = float("-inf")
+    #: Channels with messages that wait for it while it is down: those that are to be looked up at once, and those that
+    #: were looked up since another server was last asked for all of them.
+    unasked: dict[bytes, None] = field(default_factory=dict[bytes, None])
+    asked: set[bytes] = field(default_factory=set[bytes])
     #: How often one was asked.
     looks: int = 0
     #: It was away for ``failover_s``, so other replicas take its place.
@@ -112,6 +116,11 @@ class PublisherServer:
         if len(self.refused_channels) < LOOKED_UP_MAX:
             self.refused_channels[channel] = None
 
+    def note_waiting(self, channel: bytes) -> None:
+        """Note that a message of a channel waits for this server, which is down: it may be looked up at another one."""
+        if channel not in self.asked and len(self.unasked) < LOOKED_UP_MAX:
+            self.unasked[channel] = None
+
     def is_clear_for(self, count: int, now: float) -> bool:
         """Return whether ``count`` messages of confirmed channels can go out here with no other command beside them."""
         return now < self.clear_until and count <= self.outbox.room
@@ -130,6 +139,7 @@ class PublisherServer:
         assert bool(self.unread) == (self.read_again_at < float("inf")), (
             f"{self.id} reads again at {self.read_again_at}"
         )
+        assert not (self.up and self.unasked), f"{self.id} is up, and channels are to be looked up: {self.unasked}"
         assert self.version_check is None or self.version_check.is_sent, f"{self.id}: a version is not read"
         listed = {id(waiting) for waiting in self.waiting}
         for _, token in self.outbox.unanswered():

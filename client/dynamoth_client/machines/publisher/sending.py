@@ -157,7 +157,9 @@ class Sending(Part):
         if len(locations) > 1:
             self._wait_for_replicas(waiting, locations, targets, None if plain else data)
         for location, server in targets:
-            if server.up and now - server.observers_asked_at >= self._options.observers_interval_s:
+            if not server.up:
+                server.note_waiting(name)
+            elif now - server.observers_asked_at >= self._options.observers_interval_s:
                 actions.append(server.ask_observers(now))
             server.waiting.append(waiting)
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)

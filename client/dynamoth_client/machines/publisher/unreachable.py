@@ -3,10 +3,11 @@
 Theory of operation
 -------------------
 A route may lead to a server that is gone: the channel has moved away meanwhile, or its home is down and the plan names
-another place. When a server has been unreachable for ``look_elsewhere_s``, the publisher reads
-the entries of the channels in question at another server, and again each ``look_again_s`` while messages wait. Only a
-newer epoch is believed. Then every message that the old server has not answered, or has answered and not confirmed, is
-sent by the new route with its number, in order. The old connection forgets it: so nothing goes two ways.
+another place. When a server has been unreachable for ``look_elsewhere_s``, the publisher reads the entries of the
+channels in question at another server, and again each ``look_again_s`` while messages wait. A channel whose first
+message comes after that time is looked up at once. Only a newer epoch is believed. Then every message that the old
+server has not answered, or has answered and not confirmed, is sent by the new route with its number, in order. The old
+connection forgets it: so nothing goes two ways.
 
 A server that is connected counts as unreachable when it has left a message unanswered for ``silent_s``: a link takes
 seconds to find out that its server hangs. Commands that are under way to it stay in the outbox, as their replies may
@@ -65,7 +66,8 @@ class Elsewhere(Part):
             return look_at if look_at > server.look_at else server.look_at
         if not (server.waiting or server.lost_at is not None or server.refused_channels):
             return _NEVER
-        return max(server.down_since + self._after_s, server.look_at)
+        look_at = server.down_since + self._after_s
+        return look_at if server.unasked else max(look_at, server.look_at)
 
     def look(self, server_id: str, now: float) -> list[PublisherAction]:
         """Read at another server where the channels in question of an unreachable one are."""
@@ -75,14 +77,20 @@ class Elsewhere(Part):
             unknown = [id_ for id_ in self._plan.servers if id_ not in self._servers]
             is_trying = len(self._servers) > 1 or unknown
             server.look_at = now + (NO_LINK_RETRY_S if is_trying else self._options.look_again_s)
+            server.unasked.clear()
             # Each client begins with another one, as all clients of a dead server do this at the same time.
             return self._servers.open(unknown[self._client_id % len(unknown)], now)[1] if unknown else []
-        server.look_at = now + self._options.look_again_s
         other = others[server.looks % len(others)]
         server.looks += 1
-        take_apart(server)
-        names = self._in_question(server_id, server)
-        server.lost_at = None
+        names = [*server.unasked]
+        if now >= server.look_at:
+            server.look_at = now + self._options.look_again_s
+            take_apart(server)
+            names = self._in_question(server_id, server)
+            server.lost_at = None
+            server.asked.clear()
+        server.unasked.clear()
+        server.asked.update(names)
         return [Send(other, stored_plan.read_entry(name), ("elsewhere", name, server_id)) for name in names]
 
     def _in_question(self, server_id: str, server: PublisherServer) -> list[bytes]:

@@ -380,11 +380,15 @@ class Routing(Part):
     # Servers that cannot be reached.
 
     def _look_elsewhere_later(self, subscription: Subscription, place: Place, now: float) -> None:
-        """Ask another server soon: all store the plan, and the channel may not be at this one any more."""
+        """Ask another server soon: all store the plan, and the channel may not be at this one any more.
+
+        At once where the server has been away for long: only those whose connection was lost do that together.
+        """
         spread_s = self._options.look_elsewhere_again_s * (self._client_id % _SPREAD_STEPS / _SPREAD_STEPS)
         after_s = self._options.look_elsewhere_s + spread_s
         if after_s < _NEVER:
-            self._timers.add(now + after_s, self._look_elsewhere, subscription, place)
+            down_since = self._listening.links[place.location.server].down_since
+            self._timers.add(max(now, down_since + after_s), self._look_elsewhere, subscription, place)
 
     def _is_away(self, subscription: Subscription, place: Place) -> bool:
         """Return whether the server of a target of a current subscription is still unreachable."""
