@@ -753,9 +753,10 @@ class BalancerMachine:
     def _on_tick(self, now: float) -> list[InnerAction]:
         actions: list[InnerAction] = []
         if self._tick_at is None or now >= self._tick_at:
+            if renewals := self._lease.tick(now):
+                return [*renewals]  # by themselves: the rest may take long, and comes at once in a tick of its own
             self._tick_at = now + TICK_INTERVAL_S
             self._dead_servers.tick(now)
-            actions += self._lease.tick(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
                 actions += self._follow_listing(now)
