@@ -683,7 +683,7 @@ class BalancerMachine:
         self._decider.begin_term(installer, now)
         self._records.begin_term(now)
         if self.scaling is not None:
-            self.scaling.begin_term(now)
+            self.scaling.begin_term(installer, now)
         details = {
             "version": book.plan.version,
             "entries": len(book.plan.entries),
