@@ -39,10 +39,10 @@ class MalformedMessage(DynamothError):
     code = "malformed"
 
 
-class OlderPlan(MalformedMessage):
-    """Raised when a stored plan has the format of an older version, which this one cannot continue."""
+class OtherFormat(MalformedMessage):
+    """Raised when a stored plan has a format that this version cannot continue: an older or a newer one."""
 
-    code = "older-plan"
+    code = "other-format"
 
 
 class UnknownMode(MalformedMessage):

@@ -693,7 +693,7 @@ class BalancerMachine:
         self._decider.begin_term(installer, now)
         self._records.begin_term(now)
         if self.scaling is not None:
-            self.scaling.begin_term(now)
+            self.scaling.begin_term(installer, now)
         details = {
             "version": book.plan.version,
             "entries": len(book.plan.entries),
@@ -763,9 +763,10 @@ class BalancerMachine:
     def _on_tick(self, now: float) -> list[InnerAction]:
         actions: list[InnerAction] = []
         if self._tick_at is None or now >= self._tick_at:
+            if renewals := self._lease.tick(now):
+                return [*renewals]  # by themselves: the rest may take long, and comes at once in a tick of its own
             self._tick_at = now + TICK_INTERVAL_S
             self._dead_servers.tick(now)
-            actions += self._lease.tick(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
                 actions += self._follow_listing(now)

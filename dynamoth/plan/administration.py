@@ -52,6 +52,9 @@ class Administration:
     removed: tuple[str, ...] = ()
     #: The servers that a provisioner has started. Only these may be freed by the balancer itself.
     provisioned: frozenset[str] = frozenset()
+    #: The provisioned server that is being emptied at low load; empty for none. An older balancer, which does not know
+    #: it, may have removed that server.
+    releasing: str = ""
     #: What a server can send, for servers that were added with a number. For others the agent's configuration says it.
     outgoing_bytes_per_s_max: Mapping[str, int] = field(default_factory=_nothing)
     #: What newer software has stored, and this one does not know. It is kept.
@@ -111,6 +114,7 @@ class Administration:
             self,
             draining=self.draining - {server},
             provisioned=self.provisioned - {server},
+            releasing="" if self.releasing == server else self.releasing,
             removed=(*self.removed, server)[-REMOVED_MAX:],
             outgoing_bytes_per_s_max=MappingProxyType(
                 {id_: limit for id_, limit in self.outgoing_bytes_per_s_max.items() if id_ != server}

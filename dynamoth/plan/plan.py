@@ -196,7 +196,8 @@ class Plan:
 
     ``base`` are the ids of the servers of the ring; one that has left the cluster is not in ``servers``, and all its
     slots have entries. ``compatibility`` are the rules for channels that plain Redis clients use, too.
-    ``administration`` is what administrators have decided; agents and clients do without it.
+    ``administration`` is what administrators have decided; agents and clients do without it. ``others`` are the fields
+    of the stored plan that only newer software knows; they are kept.
     """
 
     version: int
@@ -206,6 +207,7 @@ class Plan:
     virtual_nodes: int = VIRTUAL_NODES
     compatibility: Compatibility = NO_COMPATIBILITY
     administration: Administration = NO_ADMINISTRATION
+    others: Mapping[bytes, bytes] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         """Refuse a plan that nobody could follow."""

@@ -109,6 +109,7 @@ def administration_to_wire(administration: Administration) -> dict[str, Any]:
         "pins": [[channel, int(pin.mode), list(pin.servers)] for channel, pin in administration.pins.items()],
         "removed": list(administration.removed),
         "provisioned": sorted(administration.provisioned),
+        "releasing": administration.releasing,
         "outgoing_bytes_per_s_max": dict(administration.outgoing_bytes_per_s_max),
     }
 
@@ -129,6 +130,7 @@ def administration_from_wire(value: Any) -> Administration:
         pins=MappingProxyType({read_bytes(pin[0]): _assignment_from_wire(pin[1], pin[2]) for pin in pins}),
         removed=tuple(map(_name, read_array(fields.pop("removed", []))[: REMOVED_MAX + 1])),
         provisioned=frozenset(map(_name, read_array(fields.pop("provisioned", [])))),
+        releasing=_name(fields.pop("releasing", "")),
         outgoing_bytes_per_s_max=MappingProxyType({_name(id_): read_natural(limit) for id_, limit in limits.items()}),
         others=MappingProxyType(fields),
     )

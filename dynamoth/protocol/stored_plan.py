@@ -5,7 +5,9 @@ Redis process that it was written to, empty where the server does not tell: a pl
 restart may be old and is not believed), ``@compatibility`` (the rules about channels that plain Redis clients use, too;
 missing where there never were any), ``@ring`` (identifies the ring, for readers that do not read the header each time),
 ``@administration`` (what administrators have decided, for balancers; missing where they never did),
-and ``c:<name>`` for each channel and slot that the plan names. A change is one HSET, which Redis executes at once.
+and ``c:<name>`` for each channel and slot that the plan names. Newer software may add fields; whoever writes the plan
+keeps those that it does not know. Where older software could not use a plan, newer software also stores ``@format``,
+a higher number: whoever does not know it leaves that plan alone. A change is one HSET, which Redis executes at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, cast
 
-from dynamoth.errors import MalformedMessage, OlderPlan
+from dynamoth.errors import MalformedMessage, OtherFormat
 from dynamoth.machine.events import CommandPart
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth.plan.administration import NO_ADMINISTRATION, Administration
@@ -40,6 +42,10 @@ VERSION_FIELD = b"@version"
 HEADER_FIELD = b"@cluster"
 OLD_HEADER_FIELD = b"@header"
 """The header of a plan without slots, as earlier software writes it."""
+FORMAT_FIELD = b"@format"
+FORMAT = 1
+"""The format of plans that this software writes. Format 1 is not stored; a later one is, and gets another ``@ring`` so
+that clients read the header again."""
 RUN_FIELD = b"@run"
 COMPATIBILITY_FIELD = b"@compatibility"
 RING_FIELD = b"@ring"
@@ -47,13 +53,19 @@ ADMINISTRATION_FIELD = b"@administration"
 _CHANNEL_PREFIX = b"c:"
 
 _HEADER_FIELDS = 5
+_KNOWN_FIELDS = frozenset(
+    (
+        *(VERSION_FIELD, HEADER_FIELD, OLD_HEADER_FIELD, FORMAT_FIELD, RUN_FIELD),
+        *(COMPATIBILITY_FIELD, RING_FIELD, ADMINISTRATION_FIELD),
+    )
+)
 
 ENTRIES_PER_COMMAND = 2000
 """Bound of one HSET of a whole plan: about 100 KB and a millisecond of Redis."""
 
 READ_HEADER: tuple[bytes, ...] = (
     *(b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, HEADER_FIELD, COMPATIBILITY_FIELD),
-    OLD_HEADER_FIELD,
+    *(OLD_HEADER_FIELD, FORMAT_FIELD),
 )
 READ_RULES: tuple[CommandPart, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD, VERSION_FIELD, COMPATIBILITY_FIELD)
 READ_BELIEVED_VERSION: tuple[bytes, ...] = (b"HMGET", PLAN_KEY, VERSION_FIELD, RUN_FIELD)
@@ -143,13 +155,14 @@ def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
     """Read the reply of ``READ_HEADER``. None when the server stores no plan.
 
     Raises:
-        OlderPlan: software that knows no slots wrote it.
+        OtherFormat: software that knows no slots wrote it, or newer software.
         MalformedMessage: what is stored is not a plan.
 
     """
-    version, run, header, rules, old, _ = _fields(reply)
+    version, run, header, rules, old, format_ = _fields(reply)
+    _check_format(format_)
     if version is not None and header is None and old is not None:
-        raise OlderPlan(
+        raise OtherFormat(
             "an older version of Dynamoth wrote it, in which channels had no slots: stop all clients, agents and the"
             " balancer, delete the plan at every server (DEL __dynamoth__:plan), and start the new version"
         )
@@ -160,20 +173,26 @@ def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
 
 @parser("a stored plan")
 def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = None) -> Plan | None:
-    """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed. Raises MalformedMessage.
+    """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed.
+
+    Raises MalformedMessage, and OtherFormat where newer software wrote it.
 
     With ``damaged``, entries that cannot be read are left out, and the names of their channels put there: for a
     balancer, which else would have to begin without any.
     """
     fields = _as_mapping(reply)
+    _check_format(fields.get(FORMAT_FIELD))
     if VERSION_FIELD not in fields or HEADER_FIELD not in fields or not _believed(fields.get(RUN_FIELD), run_id):
         return None
     header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD], fields.get(COMPATIBILITY_FIELD))
     administration = _administration(fields.get(ADMINISTRATION_FIELD))
     skip = len(_CHANNEL_PREFIX)
     entries: dict[bytes, Entry] = {}
+    others: dict[bytes, bytes] = {}
     for name, value in fields.items():
         if not name.startswith(_CHANNEL_PREFIX):
+            if name not in _KNOWN_FIELDS:
+                others[name] = value
             continue
         try:
             entries[name[skip:]] = _entry_of(header, name[skip:], value)
@@ -181,7 +200,9 @@ def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = No
             if damaged is None:
                 raise
             damaged.append(name[skip:])
-    return replace(header, entries=MappingProxyType(entries), administration=administration)
+    return replace(
+        header, entries=MappingProxyType(entries), administration=administration, others=MappingProxyType(others)
+    )
 
 
 def _entry_of(header: Plan, channel: bytes, value: bytes) -> Entry:
@@ -231,6 +252,8 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
     fields += (COMPATIBILITY_FIELD, pack_compatibility(plan.compatibility), RING_FIELD, plan.ring_mark)
     if plan.administration.version:
         fields += (ADMINISTRATION_FIELD, pack_administration(plan.administration))
+    for name, value in plan.others.items():
+        fields += (name, value)
     for channel, entry in plan.entries.items():
         fields += (_CHANNEL_PREFIX + channel, pack_entry(entry))
         if len(fields) >= 2 * ENTRIES_PER_COMMAND:
@@ -244,7 +267,7 @@ def write_whole(plan: Plan, run_id: str | None) -> list[tuple[CommandPart, ...]]
 
 def header_fields(plan: Plan) -> int:
     """Return how many fields of a stored plan are no channel's."""
-    return _HEADER_FIELDS + bool(plan.administration.version)
+    return _HEADER_FIELDS + bool(plan.administration.version) + len(plan.others)
 
 
 def _pack_header(plan: Plan) -> bytes:
@@ -273,17 +296,25 @@ def _administration(packed: bytes | None) -> Administration:
 def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
     listed, base, virtual_nodes, slots = read_array(unpack(header))[:4]
     if slots != SLOTS:
-        raise MalformedMessage(f"the stored plan has {shortened(slots)} slots, not {SLOTS}: upgrade this software")
+        raise OtherFormat(f"the stored plan has {shortened(slots)} slots, not {SLOTS}: upgrade this software")
     ring = tuple(read_text(id_, TEXT_MAX) for id_ in read_array(base))
     by_id = {server.id: server for server in servers_from_wire(listed)}
     return Plan(version, by_id, ring, virtual_nodes=read_natural(virtual_nodes), compatibility=_rules(rules))
+
+
+def _check_format(stored: bytes | None) -> None:
+    if stored is not None and _number(stored) > FORMAT:
+        raise OtherFormat(
+            f"a newer version of Dynamoth wrote the stored plan, in format {_number(stored)}, and this one knows format"
+            f" {FORMAT}: upgrade this software"
+        )
 
 
 _Fields = tuple[bytes | None, bytes | None, bytes | None, bytes | None, bytes | None, bytes | None]
 
 
 def _fields(reply: Any) -> _Fields:
-    """Return version, run id, the requested field, the rules, the mark of the ring, and the entry of the slot."""
+    """Return version, run id, the requested field, the rules, and two more fields that depend on the question."""
     parts: list[Any] = [*reply] if isinstance(reply, list) else []
     if 3 <= len(parts) <= 6 and all(part is None or isinstance(part, bytes) for part in parts):
         version, run, asked, rules, ring, slot = [*parts, None, None, None][:6]

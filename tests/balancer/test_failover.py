@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from dynamoth.machine.events import Send, Tick
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth.plan.slots import SLOTS
+from dynamoth_balancer.decide.model import ClusterModel
+from dynamoth_balancer.install import lease
 from dynamoth_balancer.install.dead_servers import DeadServers
 from tests.balancer.cluster import NO_DECISIONS, started
 
@@ -64,3 +70,40 @@ def test_with_half_of_the_servers_dead_nothing_changes() -> None:
     cluster.run(3 * OPTIONS.server_dead_s)
     assert balancer.plan.version == version
     assert not balancer.machine.transitions
+
+
+def test_the_lease_is_renewed_before_anything_that_takes_long() -> None:
+    """A thousand slots that move cost a busy machine a second, and the lease lasts two."""
+    cluster, balancer = started(4, OPTIONS)
+    handle = balancer.machine.handle
+    together: list[set[bool]] = []
+
+    def watched(event: Any, now: float) -> list[Any]:
+        actions = handle(event, now)
+        if isinstance(event, Tick):
+            tags = [each.tag if isinstance(each, Send) else None for each in actions]
+            together.append({tag is not None and tag[0] == lease.TAG for tag in tags})
+        return actions
+
+    balancer.machine.handle = watched  # type: ignore[method-assign]
+    cluster.stop_server("s1")
+    cluster.run(OPTIONS.server_dead_s + 2.0)
+    assert "s1" not in balancer.plan.servers_in_use
+    assert {True} in together and {False} in together and {True, False} not in together
+
+
+def test_a_dead_server_that_has_nothing_left_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, balancer = started(4, OPTIONS)
+    cluster.stop_server("s1")
+    cluster.run(OPTIONS.server_dead_s + 2.0)
+    assert "s1" not in balancer.plan.servers_in_use
+    looks: list[str] = []
+    load = ClusterModel.load
+
+    def counted(self: ClusterModel, server: str, now: float) -> Any:
+        looks.append(server)
+        return load(self, server, now)
+
+    monkeypatch.setattr(ClusterModel, "load", counted)
+    cluster.run(3.0)
+    assert len(looks) <= 3 * 4 * 3, "the goals look once per second, not with each tick"

@@ -15,7 +15,7 @@ from dynamoth_balancer.events import Shutdown, Stopped
 from dynamoth_balancer.install.contention import HEADERS_INTERVAL_S
 from dynamoth_balancer.machine import BalancerMachine, Stage
 from dynamoth_balancer.options import BalancerOptions
-from tests.balancer.cluster import Balancer, SimCluster, refusing, started
+from tests.balancer.cluster import Balancer, SimCluster, refusing, started, stored_hash
 
 
 def _leads(balancer: Balancer) -> bool:
@@ -210,7 +210,7 @@ def test_when_a_lease_is_deleted_while_its_balancer_hangs_that_one_can_write_no_
     first.process.resume()
     assert _leads(first), "its lease has not expired, by its own clock"
     cluster.run(2)
-    assert any("ends its term" in note.message for note in first.notes)
+    assert any("ends its term" in note.message or "lost the lease" in note.message for note in first.notes)
     assert _stands_by(first) and _leads(second) and cluster.is_quiet(second)
 
 
@@ -437,3 +437,36 @@ def test_configurations_that_cannot_be() -> None:
     for wrong in ({"wait_s": -1.0}, {"averaging_s": 0.0}, {"lease_s": 1.0}, {"moves_per_plan_max": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             BalancerOptions(**wrong)
+
+
+def test_what_newer_software_has_stored_survives_a_balancer_that_does_not_know_it() -> None:
+    """A rolling upgrade goes back: an older balancer replaces a newer one, changes the plan and writes it anew."""
+    cluster, first = started(3, BalancerOptions(load_ratio_high=1000.0))
+    [channel] = first.at_home("s1")
+    cluster.kill(first)
+    for server in cluster.servers.values():
+        server.put(PLAN_KEY, {b"@trees": b"unknown"}, keep=True)
+    balancer = cluster.started(BalancerOptions(load_ratio_high=1000.0))
+    assert cluster.ask("move", {"channel": channel, "to": "s2"}).error is None
+    cluster.servers["s3"].delete(PLAN_KEY)
+    cluster.run(10.0)
+    assert balancer.home(channel) == "s2" and balancer.machine.counters["copies_conflicting"] == 0
+    for server in cluster.servers.values():
+        assert server.plan_or_fail() == balancer.plan
+        assert server.plan_or_fail().others == {b"@trees": b"unknown"}
+
+
+@pytest.mark.parametrize("field", [b"@format", b"@header"])
+def test_a_plan_of_another_format_ends_the_balancer_and_stays(field: bytes) -> None:
+    cluster, first = started(3, BalancerOptions())
+    cluster.kill(first)
+    server = cluster.servers["s2"]
+    fields = {**stored_hash(first.plan, server.run_id), field: b"2"}
+    if field == b"@header":
+        del fields[b"@cluster"]
+    server.put(PLAN_KEY, fields)
+    successor = cluster.start(BalancerOptions())
+    cluster.run_until(lambda: successor.stopped is not None)
+    assert successor.stopped is not None and isinstance(successor.stopped.error, ConfigError)
+    assert "the plan stored at s2 cannot be continued" in str(successor.stopped.error)
+    assert server.execute("test", b"HGETALL", PLAN_KEY) == fields

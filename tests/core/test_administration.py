@@ -26,6 +26,8 @@ FULL = Administration(
     draining=frozenset({"s3"}),
     pins={b"c": single("s1"), b"d": Assignment(Mode.ALL_SUBSCRIBERS, ("s2", "s1"))},
     removed=("s8", "s9"),
+    provisioned=frozenset({"s2", "s3"}),
+    releasing="s3",
     outgoing_bytes_per_s_max={"s2": 1000},
     others={"of newer software": [1, 2]},
 )
@@ -112,7 +114,9 @@ def test_the_ids_of_removed_servers_are_bounded_and_the_oldest_is_forgotten() ->
 
 def test_nothing_is_kept_of_a_removed_server_but_its_id() -> None:
     assert FULL.without_server("s2").outgoing_bytes_per_s_max == {}
-    assert FULL.without_server("s3").draining == frozenset()
+    assert FULL.without_server("s2").releasing == "s3"
+    rest = FULL.without_server("s3")
+    assert rest.provisioned == {"s2"} and not rest.draining and not rest.releasing
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.errors import MalformedMessage, OlderPlan
+from dynamoth.errors import MalformedMessage, OtherFormat
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth.plan.compatibility import CompatibilityRule
@@ -156,6 +157,25 @@ def test_an_empty_server_stores_no_plan() -> None:
     assert redis.header(RUN) is None
 
 
+def test_what_newer_software_has_added_is_kept_or_ignored() -> None:
+    """Fields are kept by whoever writes the plan; elements of arrays are ignored."""
+    redis = holding(MOVED)
+    redis[PLAN_KEY] |= {b"@trees": b"unknown", b"other": b"too"}
+    for field in (b"@cluster", b"@compatibility", b"c:" + C):
+        redis[PLAN_KEY][field] = msgpack.packb([*msgpack.unpackb(redis[PLAN_KEY][field]), "more"])
+    plan = redis.whole(RUN)
+    assert plan is not None and dict(plan.others) == {b"@trees": b"unknown", b"other": b"too"}
+    assert replace(plan, others=MOVED.others) == MOVED
+    [entry, header] = redis.entry(C, RUN), redis.header(RUN)
+    assert entry is not None and entry.own == MOVED.entries[C]
+    assert header is not None and header.plan.servers == MOVED.servers
+    later = plan.activate([C])
+    assert holding(later).whole(RUN) == later and later.others == plan.others
+    redis.execute([stored_plan.write_delta(plan.diff(later), later)])
+    assert redis.whole(RUN) == later
+    assert len(redis[PLAN_KEY]) == len(later.entries) + stored_plan.header_fields(later)
+
+
 def test_a_map_may_come_as_a_flat_list() -> None:
     """RESP2 has no maps."""
     flat = [part for pair in holding(MOVED)[PLAN_KEY].items() for part in pair]
@@ -204,12 +224,19 @@ def test_refuses_a_header_that_is_none(header: bytes) -> None:
         stored_plan.parse_whole({b"@version": b"1", b"@run": b"", b"@cluster": header}, RUN)
 
 
-def test_a_plan_without_slots_is_not_continued() -> None:
-    """Its channels have other homes."""
-    with pytest.raises(OlderPlan, match=r"delete the plan at every server \(DEL __dynamoth__:plan\)"):
+def test_a_plan_of_another_format_is_not_continued() -> None:
+    """Without slots its channels have other homes; what a newer format means is unknown here."""
+    with pytest.raises(OtherFormat, match=r"delete the plan at every server \(DEL __dynamoth__:plan\)"):
         stored_plan.parse_header([b"1", b"", None, None, b"an older header"], RUN)
-    with pytest.raises(MalformedMessage, match="8192 slots, not 4096: upgrade"):
+    with pytest.raises(OtherFormat, match="8192 slots, not 4096: upgrade"):
         stored_plan.parse_header([b"1", b"", header_of(PAIRS, ["s1"], 8, 8192)], RUN)
+    redis = holding(MOVED)
+    redis[PLAN_KEY][b"@format"] = b"1"
+    assert redis.whole(RUN) == MOVED
+    redis[PLAN_KEY][b"@format"] = b"2"
+    for read in (redis.whole, redis.header):
+        with pytest.raises(OtherFormat, match="in format 2, and this one knows format 1: upgrade this software"):
+            read(RUN)
 
 
 def test_a_rule_comes_before_a_slot() -> None:

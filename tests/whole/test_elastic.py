@@ -15,7 +15,6 @@ CAPACITY = 400_000
 SETTINGS = {
     "agent.report_interval_s": 0.5,
     "balancer.averaging_s": 2.0,
-    "balancer.lease_s": 10.0,  # a busy machine must not cost the balancer its term: nobody waits for the lease
     "balancer.wait_s": 2.0,
     "balancer.channel_rest_s": 3.0,
     "fleet.grow_delay_s": 1.0,

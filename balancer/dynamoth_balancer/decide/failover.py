@@ -35,7 +35,8 @@ def fail_over(installer: Installer, model: ClusterModel, room: int, now: float) 
     A replicated channel keeps its other servers. Slots go to the servers with fewest slots for their size, channels to
     the least loaded ones. ``room`` is how many more may be in transition.
     """
-    targets = _targets(installer, model, now)
+    names = homeless(installer)
+    targets = _targets(installer, model, now) if names else []
     if not targets:
         return {}
     loads = {server: model.load(server, now) for server in targets}
@@ -46,7 +47,7 @@ def fail_over(installer: Installer, model: ClusterModel, room: int, now: float) 
     channels = _Places({server: (ratios[server], 1.0) for server in targets})
     rates = _rates(installer, model)
     moves: dict[bytes, Assignment] = {}
-    for name in homeless(installer):
+    for name in names:
         if why_not_moved(installer.plan, name) is not None:
             continue
         if name not in installer.transitions:

@@ -86,7 +86,7 @@ class _Attribution:
 
     def load_at(self, server: str) -> Load:
         """Return the load that is attributed to one server."""
-        return self.load / len(self.after) if server in self.after else NO_LOAD
+        return self.load / len(self.after) if self.load and server in self.after else NO_LOAD
 
     def covers(self, sample: Sample) -> bool:
         """Return whether the figures of a sample for this channel cannot be used."""
@@ -352,7 +352,8 @@ class ClusterModel:
         rate = max(sent, due) / weight
         load = ServerLoad(server, rate, model.capacity, sum(sample.cpu_s for sample in samples) / weight)
         for attribution in model.attributed.values():
-            load.add(attribution.load_at(server) * self._share(attribution, model, weight))
+            if part := attribution.load_at(server):  # most of a thousand slots that move together have none
+                load.add(part * self._share(attribution, model, weight))
         return load
 
     def usage(self, server: str, now: float) -> dict[Resource, float]:
@@ -422,8 +423,8 @@ class ClusterModel:
         model = self._servers[server]
         known, attribution = model.window.sums.get(channel), model.attributed.get(channel)
         load = NO_LOAD if known is None else Load(known.outgoing_bytes, known.cpu_s) / weight
-        if attribution is not None:
-            load += attribution.load_at(server) * self._share(attribution, model, weight)
+        if attribution is not None and (part := attribution.load_at(server)):
+            load += part * self._share(attribution, model, weight)
         return load
 
     def unnamed(self, server: str) -> Load:

@@ -220,6 +220,7 @@ def same_content(one: Plan, other: Plan) -> bool:
         and one.virtual_nodes == other.virtual_nodes
         and one.compatibility == other.compatibility
         and one.administration == other.administration
+        and one.others == other.others
         and dict(one.servers) == dict(other.servers)
         and dict(one.entries) == dict(other.entries)
     )

@@ -121,7 +121,8 @@ def recover(
     version = max(first, version_after(newest.version))
     compatibility = max((copy.plan.compatibility for copy in taken), key=lambda rules: rules.version)
     administration = newest.administration.fitting(by_id, version)
-    plan = Plan(version, by_id, newest.base, entries, newest.virtual_nodes, compatibility, administration)
+    others = newest.others
+    plan = Plan(version, by_id, newest.base, entries, newest.virtual_nodes, compatibility, administration, others)
     return plan, taken, conflicts
 
 

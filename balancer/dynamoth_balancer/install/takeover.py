@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dynamoth.errors import ConfigError, MalformedMessage, OlderPlan
+from dynamoth.errors import ConfigError, MalformedMessage, OtherFormat
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import in_quotes
 from dynamoth.plan.compatibility import CompatibilityRule
@@ -91,8 +91,8 @@ class Takeover:
         self._copies: list[Copy] = []
         #: Servers with copies that have unreadable entries: copies of the same plan at other servers are read, too.
         self._damaged: set[str] = set()
-        #: Why a plan of an older version cannot be continued; empty where there is none.
-        self._older = ""
+        #: Why a plan of an older or newer format cannot be continued; empty where there is none.
+        self._other_format = ""
         #: The unreadable entries.
         self._conflicts: list[Conflict] = []
 
@@ -136,8 +136,8 @@ class Takeover:
                     self._damaged.add(server)
                     self._conflicts.append(Conflict(server, _damage(damaged)))
             found.state = _State.KNOWN
-        except OlderPlan as error:
-            self._older = f"the plan stored at {server} cannot be continued: {error}"
+        except OtherFormat as error:
+            self._other_format = f"the plan stored at {server} cannot be continued: {error}"
             found.state, found.header = _State.UNREADABLE, None
         except MalformedMessage as error:
             found.state = _State.UNREADABLE
@@ -205,11 +205,11 @@ class Takeover:
         """Return the plan to continue with, the versions of usable copies by server, and the conflicts.
 
         Raises:
-            ConfigError: the copies are of different clusters or of an older version.
+            ConfigError: the copies are of different clusters, or of another format.
 
         """
-        if self._older:
-            raise ConfigError(self._older)
+        if self._other_format:
+            raise ConfigError(self._other_format)
         complete = all(found.state is _State.KNOWN for found in self._found.values())
         copies = [self._judge(copy) for copy in self._copies]
         if self._own is not None:

@@ -66,6 +66,8 @@ class Member:
     capacity: float = 1.0
     #: Whether a provisioner has started it, by the plan.
     provisioned: bool = False
+    #: Whether it is being emptied at low load, by the plan.
+    releasing: bool = False
     #: Whether an administrator drains it. It is theirs, then.
     drained: bool = False
     #: Whether channels must stay there: pins or compatibility rules name it.
@@ -153,6 +155,8 @@ class Fleet:
     #: Since when servers of the plan are not measured.
     _unheard_since: dict[str, float] = field(default_factory=dict[str, float])
     _looked_at: float | None = None
+    #: Whether the plan says which server is being released: another balancer may have changed that.
+    _adopts: bool = True
     #: Since when the load is high, and since when it is low; None while it is not.
     _high_since: float | None = None
     _low_since: float | None = None
@@ -200,8 +204,12 @@ class Fleet:
             assert server.expires_at is None or waits, f"{id_} waits for the provisioner, and is {server.life.value}"
 
     def begin_term(self) -> None:
-        """Forget for how long the load has been high or low, and what servers cost: another balancer was at work."""
+        """Forget for how long the load has been high or low, what servers cost, and which one is being released.
+
+        Another balancer was at work: the plan says what it has begun.
+        """
         self._looked_at = self._high_since = self._low_since = None
+        self._adopts = True
 
     # Answers of the provisioner.
 
@@ -292,12 +300,16 @@ class Fleet:
             server = self._servers.get(id_)
             if server is None:
                 if member.provisioned:  # a balancer before this one has added it
-                    self._servers[id_] = _Server(Life.ACTIVE, now, asked=True)
+                    self._servers[id_] = _Server(_adopted(member), now, asked=True)
+            elif self._adopts and server.life in (Life.ACTIVE, Life.DRAINING):
+                if server.life is not _adopted(member):
+                    self._enter(server, _adopted(member), now)
             elif server.life is Life.JOINING and member.load_ratio is not None:
                 self._enter(server, Life.ACTIVE, now)
                 self._start_failures, self._start_problem, self._start_at = 0, "", -math.inf
             elif server.life is Life.DRAINING and (member.drained or member.pinned):
                 self._enter(server, Life.ACTIVE, now)  # an administrator has decided otherwise
+        self._adopts = False
         for id_, server in self._servers.items():
             if server.life in (Life.ACTIVE, Life.DRAINING) and id_ not in view.members:
                 self._enter(server, Life.GONE, now)
@@ -476,6 +488,11 @@ class Fleet:
 
     def _is_in(self, id_: str, life: Life) -> bool:
         return id_ in self._servers and self._servers[id_].life is life
+
+
+def _adopted(member: Member) -> Life:
+    """Return the stage in which another balancer has left a server of the plan."""
+    return Life.DRAINING if member.releasing else Life.ACTIVE
 
 
 ROUNDING = 1e-9

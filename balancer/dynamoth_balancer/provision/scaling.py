@@ -7,6 +7,7 @@ provisioner and hands its answers back as events. All of it is repeated, so noth
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, assert_never
 
 from dynamoth.errors import RequestRefused
@@ -70,9 +71,12 @@ class Scaling:
         #: When a server was last too new to get channels: goals that were asked before did not count on it.
         self._joined_at = 0.0
 
-    def begin_term(self, now: float) -> None:
+    def begin_term(self, installer: Installer, now: float) -> None:
         """Begin again: another balancer may have started and freed servers in the meantime."""
         self.fleet.begin_term()
+        installer.close(
+            frozenset({installer.plan.administration.releasing} & installer.plan.servers.keys()), frozenset()
+        )
         self._additions.clear()
         self._look_at = self._list_at = now
 
@@ -91,9 +95,18 @@ class Scaling:
         servers = installer.plan.servers
         unheard = [id_ for id_ in self.fleet.lives if id_ in servers and not self._agents.is_alive(id_, now)]
         installer.close(self.fleet.closed, frozenset(unheard))
+        actions += self._store_release(installer, now) if acts else []
         for request in requests:
             actions += self._carry_out(request, now)
         return actions
+
+    def _store_release(self, installer: Installer, now: float) -> list[InnerAction]:
+        """Put into the plan which server is being released, so that the next balancer goes on with it."""
+        releasing, administration = self.fleet.releasing or "", installer.plan.administration
+        if releasing == administration.releasing:
+            return []
+        reason = f"{releasing} is not needed" if releasing else f"the release of {administration.releasing} has ended"
+        return installer.administer(replace(administration, releasing=releasing), None, reason, now)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for the metrics."""
@@ -187,6 +200,7 @@ class Scaling:
             load_ratio=None if load is None else load.load_ratio,
             capacity=1.0 if load is None else load.outgoing_bytes_per_s_max,
             provisioned=id_ in administration.provisioned,
+            releasing=id_ == administration.releasing,
             drained=id_ in administration.draining,
             pinned=id_ in administration.pinned_servers or any(r.server == id_ for r in plan.compatibility.rules),
             unused=installer.index.is_unused(id_),

@@ -10,7 +10,8 @@ from dynamoth_balancer.decide import relieve
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, ServerLoad, busiest_first
 from dynamoth_balancer.decide.release import Release
 from dynamoth_balancer.install.membership import Membership
-from dynamoth_balancer.provision.fleet import Fleet, FleetAction, FleetView, FreeServer
+from dynamoth_balancer.provision import fleet
+from dynamoth_balancer.provision.fleet import Fleet, FleetAction, FleetView, FreeServer, Life
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 
@@ -95,6 +96,11 @@ def unmarked() -> AbstractContextManager[None]:
     return replaced(Membership, add=unmarked_add)
 
 
+def releases_are_forgotten() -> AbstractContextManager[None]:
+    """A balancer does not know which server the one before it was releasing."""
+    return replaced(fleet, _adopted=returning(Life.ACTIVE))
+
+
 CHECKS: tuple[Check, ...] = (
     Check("110-grow-and-shrink", never_grows, "expected"),
     Check("110-grow-and-shrink", nothing_leaves, "expected"),
@@ -107,6 +113,7 @@ CHECKS: tuple[Check, ...] = (
     Check("116-balancer-dies-in-between", orphans_stay, "expected"),
     Check("117-successor-releases", unmarked, "expected"),
     Check("118-dies-while-joining", never_gives_up, "expected"),
+    Check("119-successor-goes-on", releases_are_forgotten, "expected"),
     Check("74-short-of-cpu", only_bytes_count, "expected"),
     Check("74-short-of-cpu", largest_first, "expected"),
     Check("74-short-of-cpu", full_servers_are_filled, "expected"),

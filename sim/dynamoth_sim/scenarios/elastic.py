@@ -6,6 +6,7 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dynamoth.plan.plan import Plan, single
@@ -244,6 +245,24 @@ def successor_releases(stage: Stage) -> None:
     load.until(f"{server} is freed", lambda: server in stage.cluster.gone, 2 * SHRINK_S)
 
 
+def successor_goes_on(stage: Stage) -> None:
+    """Case 119. The balancer dies while a server is emptied: the next one goes on, and gives nothing back to it."""
+    load, server = _grown(stage)
+    load.bytes = LIGHT_BYTES
+    load.until(f"{server} is released", lambda: Life.DRAINING in _lives(stage), 2 * SHRINK_S)
+    load.until(f"a channel leaves {server}", lambda: _at(stage, load, server) < CHANNELS, GROW_S)
+    stage.cluster.restart_balancer()
+    load.until("the next one knows the server", lambda: _lives(stage), GROW_S)
+    lives: set[Life] = set()
+
+    def is_freed() -> bool:
+        lives.update(_lives(stage))
+        return server in stage.cluster.gone
+
+    load.until(f"{server} is freed", is_freed, 2 * SHRINK_S)
+    stage.expect(f"its release went on all the time: {lives}", Life.ACTIVE not in lives)
+
+
 def dies_while_joining(stage: Stage) -> None:
     """Case 118. A server dies before it takes part: it leaves the plan again, and another one is started."""
     load = _Load(stage)
@@ -256,11 +275,18 @@ def dies_while_joining(stage: Stage) -> None:
     stage.expect("the dead one has left the plan", dead not in _plan(stage).servers)
 
 
+PATIENT = replace(FLEET, release_delay_s=4.0)
+"""A balancer that has forgotten a release begins it anew after this time."""
+
 SCENARIOS: dict[str, Scenario] = {
     "74-short-of-cpu": Scenario(short_of_cpu, cpu_ratio_max=CPU_RATIO_MAX),
     **{
         name: Scenario(
-            play, servers=2, outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S, fleet=FLEET, report_interval_s=0.2
+            play,
+            servers=2,
+            outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S,
+            fleet=PATIENT if play is successor_goes_on else FLEET,
+            report_interval_s=0.2,
         )
         for name, play in {
             "110-grow-and-shrink": grow_and_shrink,
@@ -272,6 +298,7 @@ SCENARIOS: dict[str, Scenario] = {
             "116-balancer-dies-in-between": balancer_dies_in_between,
             "117-successor-releases": successor_releases,
             "118-dies-while-joining": dies_while_joining,
+            "119-successor-goes-on": successor_goes_on,
         }.items()
     },
 }
