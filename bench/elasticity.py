@@ -2,7 +2,8 @@
 
 Run as root with ``python -m bench.elasticity``; ``--help`` tells the rest. It takes about ten minutes. Players join,
 most of them leave, and many join again, as in the paper: 800, 200, 600, scaled down to a fourth as in
-``bench.scalability``. One server runs at first. The balancer asks for more when the load is high (provisioner
+``bench.scalability``. Updates have 1,400 bytes: at the peak all servers together are as far from full as those of the
+paper, which hold 1,000 players. One server runs at first. The balancer asks for more when the load is high (provisioner
 ``command``), and frees them when it is low. Each is a redis-server and an agent, started on a machine of their own.
 
 What is compared
@@ -85,7 +86,7 @@ class Setting:
 FULL = Setting(
     servers_max=8,
     bytes_per_s_max=1_250_000,
-    payload_bytes=2000,
+    payload_bytes=1400,
     tiles_per_side=8,
     tile_side_m=50.0,
     schedule=Schedule(((0.0, 50), (260.0, 200), (290.0, 200), (310.0, 50), (410.0, 50), (530.0, 150), (570.0, 150))),
@@ -185,7 +186,10 @@ def judge(moments: Sequence[Moment], setting: Setting, bytes_due: Sequence[float
     due = [each / (setting.bytes_per_s_max * USABLE_RATIO) for each in bytes_due]
     loads = [mean(due[max(0, end - WINDOW_S) : end]) for end in range(1, len(due) + 1)]
     fixed = max(1, math.ceil(max(loads)))
-    short = [load > setting.grow_ratio * each.servers for load, each in zip(loads, moments, strict=True)]
+    short = [
+        each.servers < setting.servers_max and load > setting.grow_ratio * each.servers
+        for load, each in zip(loads, moments, strict=True)
+    ]
     spare = [
         each.servers > 1 and load <= setting.release_ratio * (each.servers - 1)
         for load, each in zip(loads, moments, strict=True)

@@ -74,6 +74,7 @@ def test_servers_follow_late_when_there_are_too_few_or_too_many_for_long() -> No
     assert 20 <= outcome.short_s <= 25
     assert 30 <= outcome.spare_s <= 35
     assert judged((50, 2, 1.0)).short_s == 0.0
+    assert judged((50, SMALL.servers_max, 10.0)).short_s == 0.0, "there are no more"
 
 
 def test_slow_responses_count_without_a_break() -> None:
