@@ -94,9 +94,9 @@ class Lease:
         return now < self._held_until
 
     @property
-    def majority(self) -> int:
-        """How many servers must grant the lease."""
-        return len(self._voters) // 2 + 1
+    def needed(self) -> str:
+        """How many servers must grant the lease, in words."""
+        return f"{len(self._voters) // 2 + 1} of {len(self._voters)} servers"
 
     def _until(self, voters: Collection[str]) -> float:
         until = sorted((self._terms[server].held_until for server in voters), reverse=True)

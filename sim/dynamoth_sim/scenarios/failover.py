@@ -228,6 +228,44 @@ def paused_and_pinned(stage: Stage) -> None:
     stage.publish(publisher, channel)
 
 
+def most_servers_die(stage: Stage) -> None:
+    """Case 96. Two of three servers die for good. The third one serves its channels, and nothing else changes.
+
+    An operator has a balancer take over: then the third one has all channels. Others that come back count again.
+    """
+    kept, lost = stage.channel_at("s1"), stage.channel_at("s2", "l")
+    channels = (kept, lost)
+    subscriber = stage.subscriber("S", *channels)
+    publisher = stage.publisher("P", *channels)
+    stage.run(0.1)
+    for server in ("s2", "s3"):
+        stage.cluster.servers[server].stop()
+    balancer = stage.cluster.balancer
+    stage.run(SERVER_DEAD_S + TAKEN_OVER_S_MAX)
+    stage.expect("nobody leads", not _leads(balancer))
+    version = _version(stage, "s1")
+    stage.run(SERVER_DEAD_S)
+    stage.publish(publisher, kept)
+    stage.expect("the plan has not changed", _version(stage, "s1") == version)
+    balancer.crash()
+    options = stage.cluster.options
+    stage.cluster.options = replace(options, balancer=replace(options.balancer, take_over=True))
+    taken_over_at = stage.world.now
+    balancer.start()
+    stage.wait("the third server has everything", lambda: _servers(stage, lost, "s1") == {"s1"})
+    _serve(stage, publisher, [subscriber], channels, since=taken_over_at)
+    for server in ("s2", "s3"):
+        stage.cluster.servers[server].start()
+    machine = balancer.machine
+    assert isinstance(machine, BalancerMachine)
+    stage.wait("all servers count again", lambda: not machine.health.problems)
+    stage.wait("all servers have the plan", lambda: len({_version(stage, id_) for id_ in ("s1", "s2", "s3")}) == 1)
+    stage.run(2.0)
+    stage.cluster.audit.calm()
+    for channel in channels:
+        stage.publish(publisher, channel)
+
+
 def agent_fails(
     fail: Callable[[Stage], Callable[[], None]], before: Assignment, stage: Stage, slow: str = "s2"
 ) -> None:
@@ -351,6 +389,7 @@ SCENARIOS: dict[str, Scenario] = {
     "94-cut-off": Scenario(cut_off, losses_allowed=True),
     "95-dies-before-a-move": Scenario(partial(fails_during_a_move, Phase.PREPARED), losses_allowed=True),
     "95-dies-in-a-move": Scenario(partial(fails_during_a_move, Phase.ACTIVE), losses_allowed=True),
+    "96-most-servers-die": Scenario(most_servers_die, losses_allowed=True),
     "96-paused": Scenario(paused_and_pinned, losses_allowed=True),
     "97-agent-dies": Scenario(partial(agent_fails, _agent_dies, single("s1"))),
     "97-agent-hangs": Scenario(partial(agent_fails, _agent_hangs, single("s1"))),
