@@ -314,6 +314,10 @@ class LocalCluster:
         """Return a further balancer, for the caller to start and to stop."""
         return self._daemon(name, "balancer", *arguments)
 
+    def another_agent(self, server: str) -> Child:
+        """Return a further agent of a server, for the caller to start and to stop."""
+        return self._agent(server)
+
     def standby_agent(self, url: str) -> Child:
         """Return the agent of a standby server, for the caller to start and to stop."""
         return self._daemon(f"agent of {url}", "agent", "--standby", url)
