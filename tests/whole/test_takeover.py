@@ -11,7 +11,7 @@ import pytest
 
 from dynamoth.errors import DynamothError
 from dynamoth.machine.events import ErrorReply
-from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW, TERM_KEY
+from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY, PLAN_KEY_NEW, TERM_KEY
 from dynamoth.protocol.fence import claim, evaluate, fenced
 from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster
@@ -56,6 +56,23 @@ def test_a_second_balancer_leads_within_5_s(number: int) -> None:
             assert entry is not None and entry.route.assignment.servers == ("s3",)
             traffic.flows()
             assert traffic.finish().gaps == 0, traffic.gaps
+        finally:
+            standby.stop()
+
+
+def test_the_lease_of_a_dead_balancer_ends_though_the_clocks_were_set_back() -> None:
+    """Redis keeps it for an hour more, as it does when the clocks of the machines are set back by an hour."""
+    [channel] = channels_at("s1", 1)
+    with LocalCluster(2, settings=SHORTER) as cluster:
+        standby = cluster.another_balancer("standby")
+        standby.start()
+        try:
+            until(lambda: logged(standby, "waiting for the lease"), "the second balancer stands by")
+            cluster.balancer.kill()
+            for server in cluster.server_ids:
+                assert cluster.ask(server, (b"PEXPIRE", BALANCER_LEASE_KEY, 3_600_000)) == [1]
+            until(lambda: logged(standby, "leading"), "the standby leads")
+            move(cluster, channel, "s2")
         finally:
             standby.stop()
 

@@ -90,6 +90,11 @@ def minorities_lead() -> AbstractContextManager[None]:
     return replaced(lease.Lease, _until=until)
 
 
+def leases_stay() -> AbstractContextManager[None]:
+    """A lease that nobody renews is left to the clocks of the servers."""
+    return replaced(lease.Lease, _is_left=returning(False))
+
+
 def moves_wait_for_agents() -> AbstractContextManager[None]:
     """A move that waits for a failed agent is never undone."""
     return replaced(repair, stuck=returning({}))
@@ -112,4 +117,7 @@ CHECKS: tuple[Check, ...] = (
     Check("97-agent-hangs", moves_wait_for_agents, "expected"),
     Check("97-agent-falls-behind", moves_wait_for_agents, "expected"),
     Check("97-agent-of-a-replica-dies", moves_wait_for_agents, "expected"),
+    Check("98-data-centres-part", minorities_lead, "expected"),
+    Check("98-data-centres-part", dead_servers_keep_channels, "expected"),
+    Check("99-clocks-are-set-back", leases_stay, "expected"),
 )
