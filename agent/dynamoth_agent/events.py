@@ -46,6 +46,13 @@ class AlreadyRunning:
 
 
 @dataclass(frozen=True, slots=True)
+class HungAgentReplaced:
+    """This agent has taken the place of one that hangs. ``reason`` says what to do."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GuardRefused:
     """The server does not show whether another agent is at work. ``reason`` says what to do. Once per process."""
 
@@ -81,6 +88,7 @@ AgentNews = (
     | PlanFollowed
     | AlreadyRunning
     | GuardRefused
+    | HungAgentReplaced
     | BlindnessChanged
     | ServerAdvice
     | ObservationLate

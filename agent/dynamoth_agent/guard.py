@@ -1,10 +1,15 @@
-"""Makes sure that a server has one agent: of two, the later one stops.
+"""Makes sure that a server has one agent: of two, the later one stops, unless the other one hangs.
 
 Theory of operation
 -------------------
 An agent names its connection, and subscribes to ``AGENT_CHANNEL`` as all agents do. So NUMSUB of that channel shows
 cheaply whether there can be another agent; only if it is not 1, the agent reads the list of all subscribers. Of two
 agents the one with the higher connection id stops. Connection ids grow, so both come to the same conclusion.
+
+An agent at work publishes a report in each interval, which the later one sees, as it sees all messages at the server.
+If no report comes for ``HUNG_INTERVALS``, the earlier one hangs. Then the later one closes its connection and takes its
+place at once. If it goes on later, it is the later one, and stops. Until that is decided, the later one says nothing to
+the balancer.
 
 The name holds the incarnation of the agent's process, so that the agent does not take an old connection of its own,
 which the server still holds, for another agent. Two agents that start at the same time may each be alone when they
@@ -14,13 +19,14 @@ look, so they look again now and then.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
-from dynamoth.names import AGENT_CHANNEL
-from dynamoth_agent.events import AgentAction, AlreadyRunning, GuardRefused
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth_agent.events import AgentAction, AlreadyRunning, GuardRefused, HungAgentReplaced
 from dynamoth_dispatcher.events import LOCAL
 
 TAG = "guard"
@@ -28,6 +34,9 @@ TAG = "guard"
 
 CHECK_INTERVAL_S = 10.0
 """How often an agent looks for another one."""
+
+HUNG_INTERVALS = 5.0
+"""An agent that sends no report for this many intervals hangs. One that falls behind sends one after three."""
 
 NAME_PREFIX = "dynamoth-agent:"
 """The beginning of the names of agents' connections; the id of the server and the incarnation follow."""
@@ -49,8 +58,9 @@ class _Agent:
 class AgentGuard:
     """Finds out whether another agent is at work at the same server."""
 
-    def __init__(self, server: str, incarnation: int) -> None:
+    def __init__(self, server: str, incarnation: int, report_interval_s: float) -> None:
         self._server = server
+        self._hung_s = HUNG_INTERVALS * report_interval_s
         self._incarnation = f"{incarnation:x}"
         #: When to look next; None while the link is down.
         self._check_at: float | None = None
@@ -58,6 +68,10 @@ class AgentGuard:
         #: Whether the server has shown, over the present connection, that no other agent was there before.
         self.is_clear = False
         self._refused = False
+        #: An earlier agent that may hang, and when it was first seen.
+        self._watched: tuple[_Agent, float] | None = None
+        #: Which agent hung whose connection is being closed, in words.
+        self._hung = ""
 
     @property
     def connection_name(self) -> str:
@@ -89,21 +103,24 @@ class AgentGuard:
         self._check_at = None
         self._client_id = None
         self.is_clear = False
+        self._watched = None
 
-    def on_reply(self, event: Replied) -> list[AgentAction]:
+    def on_reply(self, event: Replied, now: float) -> list[AgentAction]:
         """Handle the reply to a command of the guard."""
         value = event.value
         if isinstance(value, ErrorReply):
-            return self._refuse(value)
+            return self._refuse_to_kill(value) if event.tag[1] == "kill" else self._refuse(value)
         match event.tag[1]:
             case "id" if isinstance(value, int):
                 self._client_id = value
             case "count" if not isinstance(value, list) or value[1:] != [1]:
                 return [Send(LOCAL, (b"CLIENT", b"LIST", b"TYPE", b"pubsub"), (TAG, "list"))]
             case "count":
-                self.is_clear = True
+                self.is_clear, self._watched = True, None
             case "list":
-                return self._compare(value)
+                return self._compare(value, now)
+            case "kill" if self._check_at is not None:
+                return [HungAgentReplaced(self._hung), *self.check(now)]
             case _:
                 pass
         return []
@@ -119,14 +136,43 @@ class AgentGuard:
         )
         return [GuardRefused(reason)]
 
-    def _compare(self, listed: Any) -> list[AgentAction]:
+    @staticmethod
+    def _refuse_to_kill(error: ErrorReply) -> list[AgentAction]:
+        reason = (
+            f"another agent hangs, and this one may not take its place ({error}): permit +client|kill, or end the"
+            " process of the other one"
+        )
+        return [AlreadyRunning(reason)]
+
+    def _compare(self, listed: Any, now: float) -> list[AgentAction]:
         if self._client_id is None or not isinstance(listed, bytes):
             return []
         for agent in _agents(listed.decode(errors="replace")):
             if agent.id < self._client_id and agent.incarnation != self._incarnation:
-                return [AlreadyRunning(self._reason(agent))]
+                return self._meet(agent, now)
         self.is_clear = True
+        self._watched = None
         return []
+
+    def _meet(self, other: _Agent, now: float) -> list[AgentAction]:
+        """Decide whether an earlier agent is at work or hangs, or look again."""
+        if other.server != self._server or self.is_clear:
+            return [AlreadyRunning(self._reason(other))]
+        if self._watched is None or self._watched[0].id != other.id:
+            self._watched = other, now
+        hung_at = self._watched[1] + self._hung_s
+        if now < hung_at:
+            self._check_at = hung_at
+            return []
+        where = f"connection {other.id} from {other.address}"
+        self._hung = f"it has sent no report for {self._hung_s:g} s ({where}): end its process"
+        return [Send(LOCAL, (b"CLIENT", b"KILL", b"ID", other.id), (TAG, "kill"))]
+
+    def on_pushes(self, messages: Sequence[Sequence[Any]]) -> list[AgentAction]:
+        """End if an earlier agent is at work: messages to the balancer are its own."""
+        if self._watched is None or not any(BALANCER_CHANNEL in message[1:3] for message in messages):
+            return []
+        return [AlreadyRunning(self._reason(self._watched[0]))]
 
     def _reason(self, other: _Agent) -> str:
         where = f"connection {other.id} from {other.address}, since {other.age_s} s"
@@ -137,7 +183,7 @@ class AgentGuard:
             )
         return (
             f"another agent of server {self._server!r} is at work already ({where}): one is enough, so this one ends;"
-            f" stop the other first if this one is to replace it; if its host is dead, CLIENT KILL ID {other.id}"
+            " stop the other first if this one is to replace it"
         )
 
 

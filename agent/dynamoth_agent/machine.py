@@ -51,7 +51,7 @@ class AgentMachine:
         self.server = server
         self.dispatcher = DispatcherMachine(server, incarnation, dispatcher_options)
         self.load_analyzer = LoadAnalyzer(server, incarnation, lla_options)
-        self._guard = AgentGuard(server, incarnation)
+        self._guard = AgentGuard(server, incarnation, lla_options.report_interval_s)
         name = f"dynamoth-agent-reports:{quote(server, safe='')}"
         self.stand_in = StandIn(self.load_analyzer, lla_options.report_interval_s, name)
         self._url = url
@@ -154,6 +154,8 @@ class AgentMachine:
             actions: list[AgentAction] = [*self.dispatcher.handle(event, now)]
             if event.link == LOCAL:
                 actions += self.load_analyzer.handle(event, now)
+                if not self._guard.is_clear:
+                    actions += self._guard.on_pushes(event.messages)
             return actions
         match event:
             case Replied():
@@ -187,7 +189,7 @@ class AgentMachine:
         if event.link == LOCAL and owner == LLA_TAG:
             return [*self.load_analyzer.handle(event, now)]
         if event.link == LOCAL and owner == GUARD_TAG:
-            return self._guard.on_reply(event)
+            return self._guard.on_reply(event, now)
         return [*self.dispatcher.handle(event, now)]
 
     def _local_up(self, event: LinkUp, now: float) -> list[AgentAction]:

@@ -90,6 +90,7 @@ from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
+from dynamoth_balancer.install.quorum import CURE, Quorum
 from dynamoth_balancer.install.recovery import Conflict
 from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
@@ -189,9 +190,11 @@ class BalancerMachine:
         self._agents = Agents(ids, self.options.agent_stale_s, self._model.blind)
         self._listeners = Listeners(self._agents)
         self._dead_servers = DeadServers(ids, self.options.server_dead_s)
+        self._quorum = Quorum(may_give_up=self.options.take_over)
         self._hearing = Hearing(self._agents, self._model, self.counters)
         self._repair = Repair(
             self._dead_servers,
+            self._quorum,
             self._agents,
             self._model,
             self.options.transitions_max,
@@ -211,7 +214,7 @@ class BalancerMachine:
         #: Why the latest decision could not be carried out; empty when it could.
         self._decision_refused = ""
         #: Changes of the list of servers.
-        self.membership = Membership(self._leading_installer, self._lease, self._run_ids)
+        self.membership = Membership(self._leading_installer, self._lease, self._quorum, self._run_ids)
         look_s = self.options.decision_interval_s
         #: Adds and frees servers; None where no provisioner can do that.
         self.scaling = (
@@ -388,6 +391,7 @@ class BalancerMachine:
         if self._installer is not None:
             self._installer.check()
         self.membership.check(self._servers)
+        assert self._quorum.voters(self._servers), "some servers of the plan count"
         assert self._lookouts.keys() <= self._configured.keys() - self._servers.keys(), "lookouts are not in the plan"
         self._model.check()
         self._decider.history.check()
@@ -463,7 +467,7 @@ class BalancerMachine:
             self._agents.add(server.id)
             self._dead_servers.add(server.id)
             self._model.add_server(server.id)
-        self._lease.vote(list(servers))
+        self._lease.vote(self._quorum.voters(servers))
         actions: list[BalancerAction] = [action for id_ in gone for action in self._part_with(id_, now)]
         for server in new:
             candidate = tried[server.id]
@@ -624,6 +628,35 @@ class BalancerMachine:
         self._lease.doubt(now)
         return [*self._end_term(now, reason, "warning"), *self._lease.tick(now)]
 
+    def _take_over(self, now: float) -> list[InnerAction]:
+        """Give up dead servers, if an operator has started this balancer for that, once it is known which are alive."""
+        servers, dead = self._servers, self._dead_servers.dead
+        alive = servers.keys() & self._run_ids.keys() - dead
+        if not self._quorum.may_give_up or self.stage is not Stage.CONTENDING:
+            return []
+        plan = self._contention.listing(self._reachable(), self.options.virtual_nodes, now)
+        if plan is None or plan.servers.keys() != servers.keys():
+            return []  # without a stored plan there is nothing to take over
+        if not self._quorum.decides(alive, servers) and alive | dead != servers.keys():
+            return []
+        try:
+            self._quorum.take_over(alive, servers)
+        except ConfigError as error:
+            return self._stop(error)
+        self._lease.vote(self._quorum.voters(servers))
+        text = "takes over, as an operator wants: only the servers that it can reach count"
+        return [Note("warning", text, {"given_up": sorted(self._quorum.given_up)}), *self._lease.tick(now)]
+
+    def _count_all_again(self, now: float) -> list[InnerAction]:
+        """Count the servers again that were given up, when the lease is held at more than half of all in the plan."""
+        if not self._quorum.given_up or not self._lease.would_hold(self._servers, now):
+            return []
+        if self._at_work is not None and not self._at_work.may_change_servers:
+            return []
+        self._quorum.given_up = frozenset()
+        self._lease.vote(list(self._servers))
+        return [Note("info", "all servers of the plan count again", {"servers": list(self._servers)})]
+
     def _begin_term(self, now: float) -> list[InnerAction]:
         self._term += 1
         self.stage = Stage.RECOVERING
@@ -636,6 +669,7 @@ class BalancerMachine:
             self.plan,
             self._granted_term,
             self.options.compatibility,
+            self._quorum.voters(self._servers),
         )
         details = {"incarnation": self.incarnation}
         actions: list[InnerAction] = [Note("info", "got the lease; reading the stored plans", details)]
@@ -688,7 +722,7 @@ class BalancerMachine:
         self._granted_term = book.term
         self._agents.forget_acknowledgements()
         servers = list(self._servers.values())
-        installer = Installer(book, servers, self._agents, self.options, self._term, now)
+        installer = Installer(book, servers, self._agents, self.options, self._term, now, self._quorum)
         self._installer = installer
         self._decider.begin_term(installer, now)
         self._records.begin_term(now)
@@ -767,9 +801,11 @@ class BalancerMachine:
                 return [*renewals]  # by themselves: the rest may take long, and comes at once in a tick of its own
             self._tick_at = now + TICK_INTERVAL_S
             self._dead_servers.tick(now)
+            actions += self._count_all_again(now)
             actions += self._recover(now)
             if self.stage is Stage.CONTENDING:
                 actions += self._follow_listing(now)
+                actions += self._take_over(now)
                 actions += self._contention.read_headers(self._reachable(), now)
             actions += self._resubscribe()
             actions += self._listeners.tick(self._run_ids, now)
@@ -819,6 +855,7 @@ class BalancerMachine:
             model=self._model,
             unreached=self._decider.unreached if leads and not self.paused else (),
             decision_refused=self._decision_refused if leads else "",
+            given_up=self._quorum.given_up & self._servers.keys(),
             not_listed=[id_ for id_ in self._configured if id_ not in self._servers] if leads else (),
             fleet_problems={} if self.scaling is None or not leads else self.scaling.fleet.problems(),
         )
@@ -826,8 +863,10 @@ class BalancerMachine:
 
     def _why_not_leading(self) -> str:
         reason = self._contention.reason()
-        needed = f"the lease of {self._lease.majority} of {len(self._servers)} servers is needed"
-        return f"it is {self.stage.value}, not leading: {needed}" + (f"; {reason}" if reason else "")
+        needed = f"the lease of {self._lease.needed} is needed"
+        alive = self._servers.keys() - self._dead_servers.dead
+        cure = "" if self._quorum.decides(alive, self._servers) else CURE
+        return "; ".join(filter(None, (f"it is {self.stage.value}, not leading: {needed}", reason, cure)))
 
     def _resubscribe(self) -> list[InnerAction]:
         servers = [server for server in self._unsubscribed if server in self._run_ids]

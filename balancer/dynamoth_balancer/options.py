@@ -21,6 +21,7 @@ class BalancerOptions(PlanningSettings):
 
     ``draining``: ids of the servers to empty. They get no channels, and their channels are moved away.
     ``compatibility``: the compatibility rules of a new cluster. A stored plan has its own, which administrators change.
+    ``take_over``: lead though more than half of the servers are dead; see ``install.quorum``.
 
     Raises:
         ConfigError: a value is out of range; the text names it.
@@ -29,6 +30,7 @@ class BalancerOptions(PlanningSettings):
 
     draining: frozenset[str] = frozenset()
     compatibility: tuple[CompatibilityRule, ...] = ()
+    take_over: bool = False
 
     # Decisions.
 

@@ -21,6 +21,7 @@ from dynamoth_balancer.events import InnerAction, Note
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.installer import Installer
+from dynamoth_balancer.install.quorum import Quorum
 
 
 class Change(Protocol):
@@ -38,6 +39,7 @@ class Repair:
 
     Args:
         dead_servers: which servers are dead; the owner keeps it up to date.
+        quorum: which servers count.
         agents: the agents of all servers.
         model: the load of servers and channels.
         transitions_max: how many channels may be in transition.
@@ -49,6 +51,7 @@ class Repair:
     def __init__(
         self,
         dead_servers: DeadServers,
+        quorum: Quorum,
         agents: Agents,
         model: ClusterModel,
         transitions_max: int,
@@ -56,6 +59,7 @@ class Repair:
         change: Change,
     ) -> None:
         self._dead_servers = dead_servers
+        self._quorum = quorum
         self._agents = agents
         self._model = model
         self._transitions_max = transitions_max
@@ -69,7 +73,8 @@ class Repair:
     def _note_dead(self, installer: Installer) -> list[InnerAction]:
         before, dead = installer.dead, self._dead_servers.dead
         # With half of the servers dead, the lease may last a little longer, but nothing could be stored at a majority.
-        installer.note_dead(dead if 2 * len(dead) < len(installer.plan.servers) else frozenset())
+        servers = installer.plan.servers
+        installer.note_dead(dead if self._quorum.decides(servers.keys() - dead, servers) else frozenset())
         text = "a server is dead: others take over what it has"
         return [Note("error", text, {"server": server}) for server in sorted(installer.dead - before)]
 

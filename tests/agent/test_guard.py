@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import ErrorReply, Replied, Send
-from dynamoth.names import AGENT_CHANNEL
-from dynamoth_agent.events import AlreadyRunning, GuardRefused
-from dynamoth_agent.guard import CHECK_INTERVAL_S, AgentGuard
+from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL
+from dynamoth_agent.events import AlreadyRunning, GuardRefused, HungAgentReplaced
+from dynamoth_agent.guard import CHECK_INTERVAL_S, HUNG_INTERVALS, AgentGuard
 
 
 def line(id_: int, name: str, age_s: int = 60) -> str:
@@ -20,7 +20,7 @@ def line(id_: int, name: str, age_s: int = 60) -> str:
 
 
 def name_of(server: str, incarnation: int) -> str:
-    return AgentGuard(server, incarnation).connection_name
+    return AgentGuard(server, incarnation, 1.0).connection_name
 
 
 class Bench:
@@ -28,11 +28,12 @@ class Bench:
 
     def __init__(self, others: str | None = None, server: str = "s1") -> None:
         """Begin alone, or beside ``others``: what CLIENT LIST says of them."""
-        self.guard = AgentGuard(server, 7)
+        self.guard = AgentGuard(server, 7, 1.0)
         self.others = others
         self.refused: set[bytes] = set()
         self.sent: list[tuple[Any, ...]] = []
         self.said: list[Any] = []
+        self.now = 0.0
 
     def execute(self, actions: list[Any]) -> None:
         for action in actions:
@@ -40,7 +41,7 @@ class Bench:
                 assert action.link == "local"
                 args = tuple(action.args)
                 self.sent.append(args)
-                self.execute(self.guard.on_reply(Replied("local", action.tag, self.answer(args))))
+                self.execute(self.guard.on_reply(Replied("local", action.tag, self.answer(args)), self.now))
             else:
                 self.said.append(action)
 
@@ -56,12 +57,28 @@ class Bench:
                 return [channel, 1 if self.others is None else 2]
             case (b"CLIENT", b"LIST", b"TYPE", b"pubsub"):
                 return (self.others or "").encode()
+            case (b"CLIENT", b"KILL", b"ID", 10):
+                self.others = None
+                return 1
             case _:
                 raise AssertionError(args)
 
     def connect(self, now: float = 0.0) -> None:
+        self.now = now
         self.execute(self.guard.introduce())
         self.execute(self.guard.check(now))
+
+    def hear(self, channel: bytes) -> None:
+        """Let the guard see a message at the server."""
+        self.execute(self.guard.on_pushes([[b"pmessage", b"*", channel, b"data"]]))
+
+    def let_pass(self, seconds: float) -> None:
+        """Let time pass, and the guard look whenever it wants to."""
+        until = self.now + seconds
+        while (deadline := self.guard.deadline()) is not None and deadline <= until:
+            self.now = deadline
+            self.execute(self.guard.tick(deadline))
+        self.now = until
 
 
 def test_an_agent_that_is_alone_asks_for_no_list() -> None:
@@ -75,10 +92,53 @@ def test_an_agent_that_is_alone_asks_for_no_list() -> None:
 def test_the_later_of_two_agents_ends_and_says_what_to_do() -> None:
     bench = Bench(line(3, "") + line(10, name_of("s1", 6)) + line(20, name_of("s1", 7)))
     bench.connect()
+    assert not bench.said and not bench.guard.is_clear, "the other one may hang"
+    bench.let_pass(HUNG_INTERVALS - 0.1)
+    bench.hear(b"news")
+    assert not bench.said
+    bench.hear(BALANCER_CHANNEL)
     (said,) = bench.said
     assert isinstance(said, AlreadyRunning)
-    for part in ("'s1'", "connection 10", "127.0.0.1:510", "60 s", "CLIENT KILL ID 10"):
+    for part in ("'s1'", "connection 10", "127.0.0.1:510", "60 s", "stop the other first"):
         assert part in said.reason
+    assert not bench.guard.is_clear
+
+
+def test_a_later_agent_takes_the_place_of_one_that_hangs() -> None:
+    bench = Bench(line(10, name_of("s1", 6)) + line(20, name_of("s1", 7)))
+    bench.connect()
+    bench.let_pass(HUNG_INTERVALS - 0.1)
+    bench.hear(b"news")
+    assert not bench.said
+    bench.let_pass(0.1)
+    assert (b"CLIENT", b"KILL", b"ID", 10) in bench.sent
+    [said] = bench.said
+    assert isinstance(said, HungAgentReplaced)
+    assert "no report for 5 s (connection 10 from 127.0.0.1:510): end its process" in said.reason
+    assert bench.guard.is_clear
+    bench.hear(BALANCER_CHANNEL)  # our own report
+    assert bench.said == [said]
+
+
+def test_an_agent_that_may_not_close_a_connection_ends_and_says_what_to_permit() -> None:
+    bench = Bench(line(10, name_of("s1", 6)))
+    bench.refused.add(b"KILL")
+    bench.connect()
+    bench.let_pass(HUNG_INTERVALS)
+    [said] = bench.said
+    assert isinstance(said, AlreadyRunning)
+    assert "NOPERM" in said.reason and "permit +client|kill, or end the process of the other one" in said.reason
+    assert not bench.guard.is_clear
+
+
+def test_an_agent_at_work_closes_no_connection() -> None:
+    """Of two that were each alone when they looked, the later one ends, whatever the other one does."""
+    bench = Bench()
+    bench.connect()
+    bench.others = line(10, name_of("s1", 6))
+    bench.let_pass(CHECK_INTERVAL_S)
+    assert isinstance(bench.said[0], AlreadyRunning)
+    assert not any(b"KILL" in args for args in bench.sent)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +170,7 @@ def test_any_id_of_a_server_makes_a_name_that_redis_takes(server: str) -> None:
     assert all("!" <= character <= "~" for character in name)
     bench = Bench(line(10, name), server)
     bench.connect()
+    bench.hear(BALANCER_CHANNEL)
     assert repr(server) in bench.said[0].reason
 
 
@@ -146,8 +207,8 @@ def test_a_server_that_refuses_is_said_once(refused: bytes) -> None:
 
 
 @pytest.mark.parametrize("garbage", [None, b"x", 5, [], [b"a"], {b"a": 1}])
-@pytest.mark.parametrize("subject", ["name", "id", "count", "list"])
+@pytest.mark.parametrize("subject", ["name", "id", "count", "list", "kill"])
 def test_no_answer_makes_it_raise(subject: str, garbage: Any) -> None:
-    guard = AgentGuard("s1", 1)
-    actions = guard.on_reply(Replied("local", ("guard", subject), garbage))
+    guard = AgentGuard("s1", 1, 1.0)
+    actions = guard.on_reply(Replied("local", ("guard", subject), garbage), 0.0)
     assert all(isinstance(action, Send) for action in actions)

@@ -140,6 +140,7 @@ class Traffic:
         interval_s: between two messages of a publisher on a channel.
         payload_bytes: least size of a message.
         losses_allowed: whether what a gap event covers may be lost, until ``calm`` is called.
+        publish_s_max: the bound of each publish.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Traffic:
         interval_s: float = 0.02,
         payload_bytes: int = 0,
         losses_allowed: bool = False,
+        publish_s_max: float = PUBLISH_S_MAX,
     ) -> None:
         self.channels = channels
         self._url = cluster.url
@@ -163,7 +165,7 @@ class Traffic:
         self._payload_bytes = payload_bytes
         self._audit = Audit(
             losses_allowed=losses_allowed,
-            publish_s_max=PUBLISH_S_MAX,
+            publish_s_max=publish_s_max,
             ordered=lambda publisher: publisher not in self._plain,
         )
         #: The gaps that each subscriber got.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
+from dynamoth.names import AGENT_CHANNEL
 from dynamoth.plan.plan import Phase
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, from_url
@@ -176,6 +177,31 @@ def test_a_move_is_undone_when_an_agent_that_it_needs_fails(hangs: bool) -> None
         cluster.wait_ready()
         until(lambda: not cluster.ask_balancer("status")["problems"], "the agent is well again")
         move(cluster, channel, "s2")
+        traffic.flows()
+        assert traffic.finish().lost == 0
+
+
+def test_a_second_agent_takes_the_place_of_one_that_hangs() -> None:
+    [channel] = channels_at("s1", 1)
+    with LocalCluster(2) as cluster, Traffic(cluster, [channel]) as traffic, ExitStack() as cleanup:
+        hung, second = cluster.agents["s2"], cluster.another_agent("s2")
+        os.kill(hung.pid, signal.SIGSTOP)
+        cleanup.callback(hung.kill)
+        second.start()
+        cleanup.callback(second.stop)
+        until(lambda: logged(second, "another agent hung, and this one has replaced it"), "the second one takes over")
+        until(lambda: cluster.ask("s2", (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL)) == [[AGENT_CHANNEL, 1]], "one listens")
+        until(lambda: not cluster.ask_balancer("status")["problems"], "the balancer has no problem with it")
+        move(cluster, channel, "s2")
+        traffic.flows()
+        os.kill(hung.pid, signal.SIGCONT)
+        until(lambda: not hung.running, "the first one ends")
+        assert "status 2" in str(hung.failure())
+        [refused] = logged(hung, "another agent is at work")
+        assert "another agent of server 's2' is at work already" in refused["cause"]
+        cluster.agents["s2"] = second
+        cluster.wait_ready()
+        move(cluster, channel, "s1")
         traffic.flows()
         assert traffic.finish().lost == 0
 

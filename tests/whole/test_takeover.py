@@ -11,7 +11,7 @@ import pytest
 
 from dynamoth.errors import DynamothError
 from dynamoth.machine.events import ErrorReply
-from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW, TERM_KEY
+from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY, PLAN_KEY_NEW, TERM_KEY
 from dynamoth.protocol.fence import claim, evaluate, fenced
 from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster
@@ -21,6 +21,9 @@ from tests.whole.harness import Traffic, channels_at, logged, move, stored_entry
 TAKEOVER_S_MAX = 5.0
 """The bound with the usual lease. A machine that is busy with other tests keeps it with a shorter one."""
 SHORTER = {"balancer.lease_s": 2.0}
+
+CLIENT_S_MAX = 15.0
+"""Until an operator acts, messages for lost servers wait for the client's timeout (10 s)."""
 
 
 def _fail(balancer: Child, number: int) -> None:
@@ -55,6 +58,72 @@ def test_a_second_balancer_leads_within_5_s(number: int) -> None:
             assert traffic.finish().gaps == 0, traffic.gaps
         finally:
             standby.stop()
+
+
+def test_the_lease_of_a_dead_balancer_ends_though_the_clocks_were_set_back() -> None:
+    """Redis keeps it for an hour more, as it does when the clocks of the machines are set back by an hour."""
+    [channel] = channels_at("s1", 1)
+    with LocalCluster(2, settings=SHORTER) as cluster:
+        standby = cluster.another_balancer("standby")
+        standby.start()
+        try:
+            until(lambda: logged(standby, "waiting for the lease"), "the second balancer stands by")
+            cluster.balancer.kill()
+            for server in cluster.server_ids:
+                assert cluster.ask(server, (b"PEXPIRE", BALANCER_LEASE_KEY, 3_600_000)) == [1]
+            until(lambda: logged(standby, "leading"), "the standby leads")
+            move(cluster, channel, "s2")
+        finally:
+            standby.stop()
+
+
+def test_an_operator_has_a_balancer_take_over_when_most_servers_are_lost() -> None:
+    [kept], [lost] = channels_at("s1", 1, servers=3), channels_at("s2", 1, servers=3)
+    with (
+        LocalCluster(3, settings=SHORTER) as cluster,
+        Traffic(cluster, [kept, lost], losses_allowed=True, interval_s=0.05, publish_s_max=CLIENT_S_MAX) as traffic,
+    ):
+        for server in ("s2", "s3"):
+            cluster.lose(server)
+        until(lambda: "--take-over" in _why_not_leading(cluster), "the balancer says what an operator can do")
+        traffic.flows([kept])
+        cluster.balancer.stop()
+        other = cluster.another_balancer("takes over", "--take-over")
+        other.start()
+        try:
+            until(lambda: logged(other, "leading"), "it leads")
+            traffic.flows()
+            for server in ("s2", "s3"):
+                for action in ("drain", "remove"):
+                    cluster.ask_balancer("server", {"action": action, "server": server})
+            assert set(cluster.ask_balancer("status")["servers"]) == {"s1"}
+        finally:
+            other.stop()
+        cluster.balancer.start()
+        until(lambda: logged(cluster.balancer, "leading"), "a balancer leads without taking over")
+        traffic.calm()
+        traffic.flows()
+        assert traffic.finish().lost == 0
+
+
+def _why_not_leading(cluster: LocalCluster) -> str:
+    problems = cluster.ask_balancer("status")["problems"]
+    return "".join(each["reason"] for each in problems if each["kind"] == "not_leading")
+
+
+def test_taking_over_is_refused_while_most_servers_can_be_reached() -> None:
+    with LocalCluster(3) as cluster:
+        cluster.lose("s3")
+        other = cluster.another_balancer("takes over", "--take-over")
+        other.start()
+        try:
+            until(lambda: not other.running, "it ends")
+            assert "status 2" in str(other.failure())
+            [line] = logged(other, "the balancer must not run")
+            assert "--take-over is refused, as 2 of 3 servers can be reached" in line["cause"]
+        finally:
+            other.stop()
+        assert cluster.ask_balancer("status")["stage"] == "leading"
 
 
 def test_redis_does_with_the_scripts_what_the_model_does() -> None:

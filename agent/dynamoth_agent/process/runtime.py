@@ -18,6 +18,7 @@ from dynamoth_agent.events import (
     AlreadyRunning,
     BlindnessChanged,
     GuardRefused,
+    HungAgentReplaced,
     LinkChanged,
     NotListed,
     ObservationRefused,
@@ -169,6 +170,8 @@ class _AgentProcess(DaemonProcess[AgentNews]):
                 write(logging.WARNING, "the server takes no part in the cluster", reason)
             case GuardRefused(reason):
                 write(logging.WARNING, "whether another agent is at work is not known", reason)
+            case HungAgentReplaced(reason):
+                write(logging.WARNING, "another agent hung, and this one has replaced it", reason)
             case AlreadyRunning(reason):
                 write(logging.ERROR, "another agent is at work", reason)
                 self.end(EXIT_REFUSED)

@@ -122,6 +122,8 @@ class View:
     unreached: Sequence[Finding]
     #: Why the latest decision could not be carried out; empty when it could.
     decision_refused: str
+    #: The servers that do not count, as an operator has had this balancer take over.
+    given_up: Collection[str]
     #: The servers that the configuration names and the plan does not list.
     not_listed: Collection[str]
     #: What the provisioner cannot do, by server, or ``provisioner``.
@@ -147,6 +149,12 @@ def find(view: View, now: float) -> Iterator[Found]:
         yield from _of_agent(server, view, leading, now)
     for server in view.not_listed:
         yield _not_listed(server, leading)
+    if view.given_up:
+        text = (
+            f"it has taken over and does not count {', '.join(sorted(view.given_up))}: remove them ('dynamoth server"
+            " drain' and 'remove'), or start more than half of all servers again; until then it needs --take-over"
+        )
+        yield Found(Severity.WARNING, "servers_given_up", "balancer", text)
     if leading is not None:
         yield from _of_transitions(leading, now)
         yield from _of_pins(leading)

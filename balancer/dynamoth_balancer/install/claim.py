@@ -1,7 +1,7 @@
 """Claims a term for a balancer that has got the lease; see ``dynamoth.protocol.fence``.
 
 It reads the terms and versions at the servers that answer, claims a term above all of them there, and has it when more
-than half of the configured servers have granted it. From then on nothing that an earlier balancer writes takes effect
+than half of the servers that count have granted it. From then on nothing that an earlier balancer writes takes effect
 at these servers, so what is read there afterwards is its last word. Other servers get the term with the first write.
 """
 
@@ -45,7 +45,10 @@ class Claim:
     """Gets a term. The owner sends what the methods return, and passes replies on."""
 
     def __init__(self, servers: Iterable[str], floor: int, tag: tuple[str, int]) -> None:
-        """Begin; ``floor`` is a version that the term must be above, ``tag`` the beginning of the tags."""
+        """Begin; ``servers`` are those that count, ``floor`` is a version that the term must be above.
+
+        ``tag`` is the beginning of the tags.
+        """
         self._servers = list(servers)
         self._tag = tag
         #: By server, those that are connected.
@@ -60,8 +63,8 @@ class Claim:
     @property
     def is_granted(self) -> bool:
         """Whether more than half of the servers have granted the term."""
-        granted = sum(each.is_granted and each.claimed == self.term for each in self._answers.values())
-        return granted > len(self._servers) // 2
+        answers = [self._answers[server] for server in self._servers if server in self._answers]
+        return sum(each.is_granted and each.claimed == self.term for each in answers) > len(self._servers) // 2
 
     @property
     def highest_granted(self) -> int:
@@ -113,8 +116,9 @@ class Claim:
 
     def look(self, now: float) -> list[Send]:
         """Claim a term, if that is due: when all connected servers, and more than half of all, have answered."""
-        known = [server for server, each in self._answers.items() if None not in (each.term, each.version)]
-        if len(known) < len(self._answers) or len(known) <= len(self._servers) // 2:
+        if any(None in (each.term, each.version) for each in self._answers.values()):
+            return []
+        if sum(server in self._answers for server in self._servers) <= len(self._servers) // 2:
             return []
         if not self.term or self.seen >= self.term:
             self.term = self.seen + TAKEOVER_VERSIONS

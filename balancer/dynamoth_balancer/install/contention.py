@@ -138,7 +138,7 @@ class Contention:
     def details(self) -> dict[str, Any]:
         """Return who holds the lease, and what keeps it from us."""
         return {
-            "needed": f"{self._lease.majority} of {len(self._servers)} servers",
+            "needed": self._lease.needed,
             "held_by_others": self._lease.others(),
             "refused": self._lease.problems(),
             "unreachable": dict(self._down),

@@ -37,6 +37,7 @@ from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.book import PlanBook, PlanIndex
 from dynamoth_balancer.install.copies import CopyAction, CopyFound, PlanCopy
 from dynamoth_balancer.install.folding import Folding
+from dynamoth_balancer.install.quorum import Quorum
 from dynamoth_balancer.install.recovery import (
     VERSIONS_IN_RESERVE,
     VERSIONS_LOST_MAX,
@@ -95,9 +96,17 @@ class Installer:
     """Installs plans for one term. The owner checks before each call that it still holds the lease."""
 
     def __init__(
-        self, book: PlanBook, servers: Sequence[Server], agents: Agents, options: BalancerOptions, term: int, now: float
+        self,
+        book: PlanBook,
+        servers: Sequence[Server],
+        agents: Agents,
+        options: BalancerOptions,
+        term: int,
+        now: float,
+        quorum: Quorum | None = None,
     ) -> None:
         self._book = book
+        self._quorum = quorum or Quorum()
         #: Of the present plan, with the channels at servers being drained.
         self.index = PlanIndex(book.plan, book.plan.administration.draining)
         #: The servers that the fleet gives up: they get no channels. Written by :meth:`close` only.
@@ -287,11 +296,11 @@ class Installer:
 
     def stored_at(self, version: int) -> int:
         """Return how many servers store this version of the plan, or a later one."""
-        return self._stored_among(self._copies, version)
+        return len(self._stored_among(self._copies, version))
 
-    def _stored_among(self, servers: Iterable[str], version: int) -> int:
+    def _stored_among(self, servers: Iterable[str], version: int) -> list[str]:
         copies = [copy for server in servers if (copy := self._find(server)) is not None]
-        return sum(copy.version is not None and copy.version >= version for copy in copies)
+        return [copy.server for copy in copies if copy.version is not None and copy.version >= version]
 
     def _find(self, server: str) -> PlanCopy | None:
         """Return the copy at a server, also at one that is leaving the plan; None where there is none."""
@@ -416,14 +425,14 @@ class Installer:
         return max(LIST_STORED_S if is_unsettled else 0.0, self._joining.get(server, now) - now)
 
     def is_stored(self, version: int) -> bool:
-        """Return whether more than half of the servers store a version, or a later one.
+        """Return whether more than half of the servers that count store a version, or a later one.
 
         While the list of servers changes: more than half of the old ones, too.
         """
         lists: list[Collection[str]] = [self._copies]
         if self._former and version >= self._list_version:
             lists.append(self._former)
-        return all(2 * self._stored_among(each, version) > len(each) for each in lists)
+        return all(self._quorum.decides(self._stored_among(each, version), each) for each in lists)
 
     def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InnerAction]:
         changed = tuple(channels)

@@ -15,6 +15,10 @@ ends when the last renewal expires.
 A value that no balancer can have written (another type, no number) does not expire. It gets the expiry of a lease, by
 PEXPIRE: a DEL could end the lease of another balancer that has just written a correct one; this only prolongs it.
 
+Redis lets keys expire by the clock of its machine. Where that clock is set back, the lease of a balancer that has died
+stays for as long. So a lease that is still there when it should have ended, while no other balancer is connected that
+could renew it, gets its expiry once more. If its balancer does live, it renews it as before.
+
 The lease counts from when a command was *sent*, shortened by the possible difference of the two clocks.
 
 An absent key proves nothing: FLUSHALL deletes the lease of a balancer that is at work. So a balancer first asks how
@@ -53,6 +57,8 @@ class _Term:
     ours: bool = False
     #: Whether another balancer is connected, by the last reply; None before the first.
     has_rival: bool | None = None
+    #: Since when no other balancer is connected, by the last reply; infinite while there is one, or while unknown.
+    alone_since: float = math.inf
     #: Since when nobody holds the lease here, by the last reply.
     free_since: float = math.inf
     #: The other holder, by the last reply.
@@ -94,9 +100,9 @@ class Lease:
         return now < self._held_until
 
     @property
-    def majority(self) -> int:
-        """How many servers must grant the lease."""
-        return len(self._voters) // 2 + 1
+    def needed(self) -> str:
+        """How many servers must grant the lease, in words."""
+        return f"{len(self._voters) // 2 + 1} of {len(self._voters)} servers"
 
     def _until(self, voters: Collection[str]) -> float:
         until = sorted((self._terms[server].held_until for server in voters), reverse=True)
@@ -181,6 +187,7 @@ class Lease:
         term.sent_at = None
         term.other = None
         term.has_rival = None
+        term.alone_since = math.inf
         term.free_since = math.inf
         term.problem = ""
 
@@ -245,6 +252,7 @@ class Lease:
             return []
         if what == "balancers":
             term.has_rival = isinstance(value, Exception) or value[1] > 1  # one is this balancer
+            term.alone_since = math.inf if term.has_rival else min(term.alone_since, now)
             return []
         if what == "released" or self._released:
             term.sent_at = None
@@ -284,13 +292,18 @@ class Lease:
         return self.tick(now)
 
     def _expire(self, server: str, term: _Term, value: Any, now: float) -> list[Send]:
-        """Set an expiry for a value that is no lease of any balancer, if the key holds one."""
+        """Set an expiry for a value that is no lease of any balancer, or a lease that should have ended."""
         is_text = isinstance(value, bytes) and not value.isdigit()
         is_other_type = isinstance(value, Exception) and str(value).startswith("WRONGTYPE")
-        if not (is_text or is_other_type) or now < term.expires_at + self._lease_s:
+        if not (is_text or is_other_type or self._is_left(term, now)) or now < term.expires_at + self._lease_s:
             return []
         term.expires_at = now + self._lease_s
         return [Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, round(self._lease_s * 1000)))]
+
+    def _is_left(self, term: _Term, now: float) -> bool:
+        """Return whether another balancer has left a lease that does not end."""
+        since = max(term.alone_since, term.other_since)
+        return term.other is not None and now - since > self._lease_s * (1 + CLOCK_DRIFT_RATIO) + self._renew_s
 
     def release(self, now: float) -> list[Send]:
         """Give the lease back wherever it is surely ours; no command follows after this."""

@@ -31,6 +31,7 @@ from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.leaver import Leaver
 from dynamoth_balancer.install.orders import Order
+from dynamoth_balancer.install.quorum import Quorum
 
 ADD, REMOVE, DRAIN, UNDRAIN = "add", "remove", "drain", "undrain"
 
@@ -71,13 +72,21 @@ class Membership:
     Args:
         installer: returns the one that is at work, or raises RequestRefused where the balancer does not lead.
         lease: the lease of the balancer.
+        quorum: which servers count.
         run_ids: the connected servers of the plan; kept up to date by the owner.
 
     """
 
-    def __init__(self, installer: Callable[[], Installer], lease: Lease, run_ids: Mapping[str, str | None]) -> None:
+    def __init__(
+        self,
+        installer: Callable[[], Installer],
+        lease: Lease,
+        quorum: Quorum,
+        run_ids: Mapping[str, str | None],
+    ) -> None:
         self._installer = installer
         self._lease = lease
+        self._quorum = quorum
         self._run_ids = run_ids
         #: The change that was begun last.
         self._latest: Order | None = None
@@ -153,7 +162,7 @@ class Membership:
                 f"server {server} cannot be removed, as all others are being drained: end that for one of them"
                 " ('dynamoth server undrain'), or add a server"
             )
-        if not self._lease.would_hold([each.id for each in others], now):
+        if not self._lease.would_hold(self._quorum.voters(each.id for each in others), now):
             raise RequestRefused(
                 f"server {server} cannot be removed, as more than half of the other servers must be reachable:"
                 " 'dynamoth status' says which are down"
@@ -304,7 +313,7 @@ class Membership:
             addition.is_leased = True
             self._lease.add(server.id)
             sends = [*self._lease.link_up(server.id, now)]
-        voters = [*installer.plan.servers, server.id]
+        voters = self._quorum.voters([*installer.plan.servers, server.id])
         if tried.is_known and self._lease.holds_at(server.id, now) and self._lease.would_hold(voters, now):
             return [*sends, *self._join(addition, installer, now)]
         if now - addition.order.since < ADD_TIMEOUT_S:

@@ -68,6 +68,7 @@ class Takeover:
         own: Plan | None = None,
         own_term: int = 0,
         rules: tuple[CompatibilityRule, ...] = (),
+        voters: Sequence[str] | None = None,
     ) -> None:
         """Begin; the owner calls ``link_up`` for each link that is up.
 
@@ -75,6 +76,7 @@ class Takeover:
         not.
         ``term`` counts the terms of this process.
         ``rules`` are the compatibility rules of a new cluster.
+        ``voters`` are the servers that count; None: all.
         """
         self._own = own
         self._own_term = own_term
@@ -82,7 +84,8 @@ class Takeover:
         self._servers = servers
         self._term = term
         self._wait_s = wait_s
-        self._claim = Claim([server.id for server in servers], -1 if own is None else own.version, (TAG, term))
+        voters = [server.id for server in servers] if voters is None else voters
+        self._claim = Claim(voters, -1 if own is None else own.version, (TAG, term))
         #: When the servers that have not answered are given up; None before the term is granted.
         self._deadline: float | None = None
         self._virtual_nodes = virtual_nodes

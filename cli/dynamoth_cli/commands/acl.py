@@ -31,7 +31,7 @@ _FOR_ALL = ("+hello", "+auth", "+ping", "+info", "+client|setname", "+client|id"
 _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "agent": (
         *("+subscribe", "+psubscribe", "+unsubscribe", "+punsubscribe", "+publish", "+hgetall", "+hmget"),
-        *("+pubsub|numsub", "+pubsub|channels", "+client|list", "+config|get"),
+        *("+pubsub|numsub", "+pubsub|channels", "+client|list", "+client|kill", "+config|get"),
     ),
     "balancer": (
         *("+subscribe", "+publish", "+hset", "+hlen", "+hmget", "+hgetall", "+rename", "+del"),

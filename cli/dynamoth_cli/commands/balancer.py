@@ -24,9 +24,17 @@ from dynamoth_cli.settings import (
 
 CLIENT_NAME = "dynamoth-balancer"
 
+TAKE_OVER = (
+    "lead though more than half of the servers are lost for good: count only the servers that can be reached. Make sure"
+    " that no other balancer can reach the others: two balancers that lead at the same time, each at its own servers,"
+    " give different meanings to one epoch of a channel, and messages are lost without a gap event. Refused where more"
+    " than half of the servers can be reached"
+)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    parser.add_argument("--take-over", action="store_true", help=TAKE_OVER)
     add_record(parser)
     add_settings(parser, "balancer", ("cluster", "link", "balancer", "fleet", "log"))
 
@@ -39,12 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
             return run_balancer(config)
 
     def make_config(loaded: LoadedConfig) -> BalancerConfig:
-        return balancer_config(loaded, config_file_of(arguments))
+        return balancer_config(loaded, config_file_of(arguments), take_over=arguments.take_over)
 
     return run_daemon(arguments, make_config, daemon)
 
 
-def balancer_config(loaded: LoadedConfig, config_file: str | None = None) -> BalancerConfig:
+def balancer_config(loaded: LoadedConfig, config_file: str | None = None, *, take_over: bool = False) -> BalancerConfig:
     """Return the configuration of a balancer; ``config_file`` is the TOML file, if any. Raises ConfigError."""
     settings = loaded.config.balancer
     rules = compatibility_rules(loaded)
@@ -53,6 +61,7 @@ def balancer_config(loaded: LoadedConfig, config_file: str | None = None) -> Bal
             **values_of(PlanningSettings, settings),
             draining=frozenset(server.id for server in loaded.config.cluster.servers if server.draining),
             compatibility=rules,
+            take_over=take_over,
         )
     except ConfigError as error:  # of lease_s: all others have been checked
         place = loaded.places.get("balancer.lease_s", "the default")

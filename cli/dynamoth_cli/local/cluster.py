@@ -309,9 +309,13 @@ class LocalCluster:
             ask_balancer(parse_cluster_url(self.url_of("operator")), command, arguments, timeout_s=REQUEST_TIMEOUT_S)
         )
 
-    def another_balancer(self, name: str) -> Child:
+    def another_balancer(self, name: str, *arguments: str) -> Child:
         """Return a further balancer, for the caller to start and to stop."""
-        return self._daemon(name, "balancer")
+        return self._daemon(name, "balancer", *arguments)
+
+    def another_agent(self, server: str) -> Child:
+        """Return a further agent of a server, for the caller to start and to stop."""
+        return self._agent(server)
 
     def standby_agent(self, url: str) -> Child:
         """Return the agent of a standby server, for the caller to start and to stop."""

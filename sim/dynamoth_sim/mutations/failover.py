@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from dynamoth.machine.events import CommandPart
@@ -14,7 +14,8 @@ from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_sim.mutations.mutation import Check, replaced, returning
+from dynamoth_balancer.install.quorum import Quorum
+from dynamoth_sim.mutations.mutation import Check, nothing, replaced, returning
 from dynamoth_sim.mutations.standalone import agents_do_not_look_back
 
 
@@ -75,6 +76,25 @@ def paused_balancers_rest() -> AbstractContextManager[None]:
     return replaced(failover, homeless=unless_paused)
 
 
+def nobody_takes_over() -> AbstractContextManager[None]:
+    """A balancer that is to take over gives up no server."""
+    return replaced(Quorum, take_over=nothing)
+
+
+def minorities_lead() -> AbstractContextManager[None]:
+    """The lease of any server is enough."""
+
+    def until(self: lease.Lease, voters: Collection[str]) -> float:
+        return max(self._terms[server].held_until for server in voters)  # pyright: ignore[reportPrivateUsage]
+
+    return replaced(lease.Lease, _until=until)
+
+
+def leases_stay() -> AbstractContextManager[None]:
+    """A lease that nobody renews is left to the clocks of the servers."""
+    return replaced(lease.Lease, _is_left=returning(False))
+
+
 def moves_wait_for_agents() -> AbstractContextManager[None]:
     """A move that waits for a failed agent is never undone."""
     return replaced(repair, stuck=returning({}))
@@ -90,9 +110,14 @@ CHECKS: tuple[Check, ...] = (
     Check("94-cut-off", agents_do_not_look_back, "G1"),
     Check("95-dies-before-a-move", moves_are_not_replaced, "expected"),
     Check("95-dies-in-a-move", moves_are_not_replaced, "expected"),
+    Check("96-most-servers-die", nobody_takes_over, "expected"),
+    Check("96-most-servers-die", minorities_lead, "expected"),
     Check("96-paused", paused_balancers_rest, "expected"),
     Check("97-agent-dies", moves_wait_for_agents, "expected"),
     Check("97-agent-hangs", moves_wait_for_agents, "expected"),
     Check("97-agent-falls-behind", moves_wait_for_agents, "expected"),
     Check("97-agent-of-a-replica-dies", moves_wait_for_agents, "expected"),
+    Check("98-data-centres-part", minorities_lead, "expected"),
+    Check("98-data-centres-part", dead_servers_keep_channels, "expected"),
+    Check("99-clocks-are-set-back", leases_stay, "expected"),
 )

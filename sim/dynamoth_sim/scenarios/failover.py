@@ -30,6 +30,9 @@ TAKEN_OVER_S_MAX = 1.0
 
 REPLICATED = Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s3"))
 
+CLOCKS_TAKEOVER_S_MAX = 6.0
+"""As ``TAKEOVER_S_MAX``, and at each of two servers: the lease and a renewal pass before it gets an expiry again."""
+
 SERVES_S_MAX = 1.0
 """And how soon after that a new client is confirmed there, which looks for its server first."""
 
@@ -93,8 +96,7 @@ def clocks_jump(stage: Stage) -> None:
     balancer, rival = stage.cluster.balancer, stage.cluster.rival
     stage.run(1.0)
     balancer.pause()
-    for server in stage.cluster.servers.values():
-        server.clock_ahead_s = HOUR_S
+    _set_clocks(stage, HOUR_S)
     stage.wait("the standby leads", lambda: _leads(rival), 3 * LONG_LEASE_S / 4)
     stage.move(channel, "s2")
     machine = balancer.machine
@@ -228,6 +230,44 @@ def paused_and_pinned(stage: Stage) -> None:
     stage.publish(publisher, channel)
 
 
+def most_servers_die(stage: Stage) -> None:
+    """Case 96. Two of three servers die for good. The third one serves its channels, and nothing else changes.
+
+    An operator has a balancer take over: then the third one has all channels. Others that come back count again.
+    """
+    kept, lost = stage.channel_at("s1"), stage.channel_at("s2", "l")
+    channels = (kept, lost)
+    subscriber = stage.subscriber("S", *channels)
+    publisher = stage.publisher("P", *channels)
+    stage.run(0.1)
+    for server in ("s2", "s3"):
+        stage.cluster.servers[server].stop()
+    balancer = stage.cluster.balancer
+    stage.run(SERVER_DEAD_S + TAKEN_OVER_S_MAX)
+    stage.expect("nobody leads", not _leads(balancer))
+    version = _version(stage, "s1")
+    stage.run(SERVER_DEAD_S)
+    stage.publish(publisher, kept)
+    stage.expect("the plan has not changed", _version(stage, "s1") == version)
+    balancer.crash()
+    options = stage.cluster.options
+    stage.cluster.options = replace(options, balancer=replace(options.balancer, take_over=True))
+    taken_over_at = stage.world.now
+    balancer.start()
+    stage.wait("the third server has everything", lambda: _servers(stage, lost, "s1") == {"s1"})
+    _serve(stage, publisher, [subscriber], channels, since=taken_over_at)
+    for server in ("s2", "s3"):
+        stage.cluster.servers[server].start()
+    machine = balancer.machine
+    assert isinstance(machine, BalancerMachine)
+    stage.wait("all servers count again", lambda: not machine.health.problems)
+    stage.wait("all servers have the plan", lambda: len({_version(stage, id_) for id_ in ("s1", "s2", "s3")}) == 1)
+    stage.run(2.0)
+    stage.cluster.audit.calm()
+    for channel in channels:
+        stage.publish(publisher, channel)
+
+
 def agent_fails(
     fail: Callable[[Stage], Callable[[], None]], before: Assignment, stage: Stage, slow: str = "s2"
 ) -> None:
@@ -258,6 +298,72 @@ def agent_fails(
     stage.wait("the agent is well again", lambda: not balancer.health.errors)
     stage.change(channel, after)
     stage.publish(publisher, channel)
+
+
+def data_centres_part(stage: Stage) -> None:
+    """Case 98. The balancer and s1 are cut off from everything else, where a standby is. Clients are on both sides.
+
+    The balancer leads no longer and changes nothing. The standby leads, and serves s1's channels elsewhere. On the side
+    of s1 its own channels go on. When the split ends, both sides hear each other again, and know what they have missed.
+    """
+    _start_standby(stage)
+    here, there = stage.channel_at("s1"), stage.channel_at("s2", "t")
+    channels = (here, there)
+    west, east = stage.subscriber("S", *channels), stage.subscriber("T", *channels)
+    publishers = {"P": stage.publisher("P", *channels), "Q": stage.publisher("Q", *channels)}
+    stage.run(2.0)
+    cluster, balancer, rival = stage.cluster, stage.cluster.balancer, stage.cluster.rival
+    sides: list[list[Process]] = [[balancer, cluster.agents["s1"]], [rival, cluster.agents["s2"], cluster.agents["s3"]]]
+    for side, names in zip(sides, ("SP", "TQ"), strict=True):
+        side += [process for client in cluster.clients if client.name in names for process in client.processes]
+    parted_at = stage.world.now
+    heals = [
+        cluster.network.part([process.name for process in sides[0]], ["s2", "s3"]),
+        cluster.network.part([process.name for process in sides[1]], ["s1"]),
+    ]
+    stage.wait("the standby leads", lambda: _leads(rival) and not _leads(balancer))
+    version = _version(stage, "s1")
+    stage.wait("others have everything", lambda: all("s1" not in _servers(stage, each, "s2") for each in channels))
+    _serve(stage, publishers["Q"], [east], channels, since=stage.world.now)
+    stage.publish(publishers["P"], here)
+    stage.run(0.1)
+    heard = stage.records("DELIVERS", since=parted_at, who=west.name)
+    stage.expect("S hears P on the channel of s1", here in {record.channel for record in heard})
+    stage.expect("nothing has changed at s1", _version(stage, "s1") == version)
+    stage.expect("the balancer does not lead", not _leads(balancer))
+    for heal in heals:
+        heal()
+    _wait_taken_back(stage)
+    stage.expect("one balancer leads", _leads(rival) and not _leads(balancer))
+    stage.cluster.audit.calm()
+    for publisher in publishers.values():
+        for channel in channels:
+            stage.publish(publisher, channel)
+
+
+def clocks_are_set_back(stage: Stage) -> None:
+    """Case 99. The clocks of all servers are set back while the balancer leads, and again as it dies.
+
+    The first changes nothing. After the second the dead balancer's lease stays: the standby sees that nobody renews it.
+    """
+    _start_standby(stage)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
+    balancer, rival = stage.cluster.balancer, stage.cluster.rival
+    _set_clocks(stage, -HOUR_S)
+    stage.move(channel, "s2")
+    stage.run(1.0)
+    stage.expect("the balancer leads still", _leads(balancer) and not _leads(rival))
+    balancer.crash()
+    _set_clocks(stage, -2 * HOUR_S)
+    stage.wait("the standby leads", lambda: _leads(rival), CLOCKS_TAKEOVER_S_MAX)
+    stage.move(channel, "s3")
+    stage.publish(publisher, channel)
+
+
+def _set_clocks(stage: Stage, ahead_s: float) -> None:
+    for server in stage.cluster.servers.values():
+        server.clock_ahead_s = ahead_s
 
 
 def _agent_dies(stage: Stage) -> Callable[[], None]:
@@ -351,9 +457,12 @@ SCENARIOS: dict[str, Scenario] = {
     "94-cut-off": Scenario(cut_off, losses_allowed=True),
     "95-dies-before-a-move": Scenario(partial(fails_during_a_move, Phase.PREPARED), losses_allowed=True),
     "95-dies-in-a-move": Scenario(partial(fails_during_a_move, Phase.ACTIVE), losses_allowed=True),
+    "96-most-servers-die": Scenario(most_servers_die, losses_allowed=True),
     "96-paused": Scenario(paused_and_pinned, losses_allowed=True),
     "97-agent-dies": Scenario(partial(agent_fails, _agent_dies, single("s1"))),
     "97-agent-hangs": Scenario(partial(agent_fails, _agent_hangs, single("s1"))),
     "97-agent-falls-behind": Scenario(partial(agent_fails, _agent_falls_behind, single("s1"), slow="s1")),
     "97-agent-of-a-replica-dies": Scenario(partial(agent_fails, _agent_dies, REPLICATED)),
+    "98-data-centres-part": Scenario(data_centres_part, losses_allowed=True),
+    "99-clocks-are-set-back": Scenario(clocks_are_set_back),
 }

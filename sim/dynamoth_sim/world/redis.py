@@ -402,6 +402,11 @@ class RedisServer:
                 if words[2:4] == [b"TYPE", b"pubsub"]:
                     listed = [c for c in listed if c.channels or c.patterns]
                 return b"".join(map(_client_line, listed))
+            case b"KILL":
+                other = self._connections.get(int(words[3]))
+                if other is not None:
+                    self.kill(other, "another client has closed it")
+                return int(other is not None)
             case other:
                 raise UnknownCommand(f"CLIENT {other.decode()}")
 
