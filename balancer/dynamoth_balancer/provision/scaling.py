@@ -106,7 +106,10 @@ class Scaling:
         if releasing == administration.releasing:
             return []
         reason = f"{releasing} is not needed" if releasing else f"the release of {administration.releasing} has ended"
-        return installer.administer(replace(administration, releasing=releasing), None, reason, now)
+        try:
+            return installer.administer(replace(administration, releasing=releasing), None, reason, now)
+        except RequestRefused:  # the versions of this term are used up: the next one stores it
+            return []
 
     def figures(self) -> dict[str, float]:
         """Return the figures for the metrics."""
