@@ -20,14 +20,12 @@ SETTINGS = {
     "fleet.release_delay_s": 2.0,
     "fleet.retry_s": 0.5,
 }
-STATUS_INTERVAL_S = 2.0
-"""A status has some ten thousand bytes, which are load for servers that send as little as these."""
 CHANNELS = [*channels_at("s1", 3), *channels_at("s2", 3)]
 
 
 def servers_of(cluster: LocalCluster) -> list[str]:
     """Return the servers of the plan that the balancer has started."""
-    page = cluster.ask_balancer("plan", {"limit": 1})  # a whole page is load
+    page = cluster.ask_balancer("plan", {"limit": 1})
     return [id_ for id_ in page["servers"] if id_.startswith("auto-")]
 
 
@@ -61,8 +59,8 @@ def test_a_standby_server_of_a_pool_joins_under_load_and_goes_back() -> None:
                     until(lambda: carries(cluster, server), f"{server} takes channels", 0.2)
                     traffic.flows()
                     assert traffic.finish().gaps == 0
-                    until(lambda: not servers_of(cluster), f"{server} is released", 0.5)
-                    until(lambda: not fleet(cluster)["servers"], "the balancer knows that", STATUS_INTERVAL_S)
+                    until(lambda: not servers_of(cluster), f"{server} is released", 0.2)
+                    until(lambda: not fleet(cluster)["servers"], "the balancer knows that", 0.2)
                     assert not traffic.gaps
                 until(lambda: logged(agent, "the standby server has left the plan"), "its agent ends")
                 assert agent.running, "it waits for the next time"
@@ -83,7 +81,7 @@ def test_a_server_is_started_under_load_takes_channels_and_is_freed_when_the_loa
             # Subscribers stay, and follow.
             until(lambda: not servers_of(cluster), f"{server} is released", 0.2)
             until(lambda: not processes(cluster), "its processes end", 0.2)
-            until(lambda: not fleet(cluster)["servers"], "the balancer knows that", STATUS_INTERVAL_S)
+            until(lambda: not fleet(cluster)["servers"], "the balancer knows that", 0.2)
             assert not traffic.gaps
         status = cluster.ask_balancer("status")
         assert status["fleet"]["server_seconds"] > 0
