@@ -87,6 +87,9 @@ GROW_DELAY_S = 1.5
 RELEASE_DELAY_S = 8.0
 """Servers come and go sooner than is wise, too."""
 
+LEASE_S = 10.0
+"""Nobody waits for the lease: a machine that is busy with other things must not cost the balancer its term."""
+
 UNHURRIED_S = 40.0
 """In a shorter demo the balancer is quicker still, in proportion."""
 
@@ -210,6 +213,7 @@ def _elastic_pace(seconds: float) -> Mapping[str, object]:
         "fleet.grow_delay_s": GROW_DELAY_S * pace,
         "fleet.release_delay_s": RELEASE_DELAY_S * pace,
         "balancer.server_dead_s": SERVER_DEAD_S * pace,
+        "balancer.lease_s": LEASE_S,
     }
 
 

@@ -155,11 +155,14 @@ class Report:
     plan_version: int | None
     #: T_i of eq. 1: what the server's network can send, as configured; more than 0.
     outgoing_bytes_per_s_max: int
-    #: M_i of eq. 1: what the server sent, without what the agent itself read.
+    #: M_i of eq. 1: what the server sent, without what the agent itself read, and without control messages.
     outgoing_bytes_per_s: float
     #: True where the server does not let us read its counters: ``outgoing_bytes_per_s`` is the sum over the channels
     #: then, ``incoming_bytes_per_s`` likewise, and the other resources are 0.
     outgoing_is_estimate: bool = False
+    #: What the server sent of the messages between agents, balancers and operators; 0 in reports of earlier versions,
+    #: whose ``outgoing_bytes_per_s`` includes it.
+    control_bytes_per_s: float = 0.0
     incoming_bytes_per_s: float = 0.0
     #: CPU seconds per second of the thread that executes commands. It can use one core, so 1.0 is full.
     cpu_ratio: float = 0.0
@@ -199,9 +202,15 @@ class Report:
         return next((text for kind, text in self.problems if kind == CANNOT_OBSERVE), "")
 
     @property
+    def loading_bytes_per_s(self) -> float:
+        """What counts as load: no control messages, as no move takes them away; every byte when the link is full."""
+        total = self.outgoing_bytes_per_s + self.control_bytes_per_s
+        return total if total >= LINK_FULL_RATIO * self.outgoing_bytes_per_s_max else self.outgoing_bytes_per_s
+
+    @property
     def load_ratio(self) -> float:
         """LR_i of eq. 1 (Dynamoth, section III-A): measured over maximum outgoing bytes/s. May exceed 1."""
-        return self.outgoing_bytes_per_s / self.outgoing_bytes_per_s_max
+        return self.loading_bytes_per_s / self.outgoing_bytes_per_s_max
 
     @property
     def tightest_ratio(self) -> float:
@@ -232,7 +241,7 @@ def pack_report(report: Report) -> bytes:
             [
                 *(r.outgoing_bytes_per_s_max, r.outgoing_bytes_per_s, r.outgoing_is_estimate, r.incoming_bytes_per_s),
                 *(r.cpu_ratio, r.memory_bytes, r.memory_bytes_max, r.connections, r.connections_max),
-                *(r.output_buffer_bytes_max, r.client_buffers_bytes, r.channels_subscribed),
+                *(r.output_buffer_bytes_max, r.client_buffers_bytes, r.channels_subscribed, r.control_bytes_per_s),
             ],
             [
                 columns.channels,
@@ -251,6 +260,9 @@ def pack_report(report: Report) -> bytes:
         ]
     )
 
+
+LINK_FULL_RATIO = 0.9
+"""From this part of a server's maximum on, control messages are load, too: little room is left for anything."""
 
 _LATER_HEAD: tuple[Any, ...] = (0, True, [])
 """Defaults of the last fields of the head, which agents of earlier versions leave out."""
@@ -274,7 +286,8 @@ def unpack_report(data: bytes) -> Report:
     head = _whole_array(head, 7, "the head of a report")
     server, incarnation, sequence, interval, version, lag, blind = head[:7]
     interruptions, observing, problems = (*head[7:10], *_LATER_HEAD[len(head) - 7 :])[:3]
-    out_max, out, estimate, into, cpu, *counts = _array(resources, 12, "the resources of a report")
+    resources = [*_whole_array(resources, 12, "the resources of a report"), 0.0][:13]  # earlier versions have 12
+    out_max, out, estimate, into, cpu, *counts, control = resources
     memory, memory_max, connections, connections_max, buffer, buffers, subscribed = map(read_natural, counts)
     if not isinstance(server, str) or not isinstance(estimate, bool) or not isinstance(observing, bool):
         raise MalformedMessage("a report names its server as text, and says True or False whether it estimates or sees")
@@ -287,6 +300,7 @@ def unpack_report(data: bytes) -> Report:
         outgoing_bytes_per_s_max=_at_least_one(out_max),
         outgoing_bytes_per_s=_measure(out),
         outgoing_is_estimate=estimate,
+        control_bytes_per_s=_measure(control),
         incoming_bytes_per_s=_measure(into),
         cpu_ratio=_measure(cpu),
         memory_bytes=memory,

@@ -296,7 +296,7 @@ def _administration(packed: bytes | None) -> Administration:
 def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
     listed, base, virtual_nodes, slots = read_array(unpack(header))[:4]
     if slots != SLOTS:
-        raise OtherFormat(f"the stored plan has {shortened(slots)} slots, not {SLOTS}: upgrade this software")
+        raise MalformedMessage(f"the stored plan has {shortened(slots)} slots, not {SLOTS}: upgrade this software")
     ring = tuple(read_text(id_, TEXT_MAX) for id_ in read_array(base))
     by_id = {server.id: server for server in servers_from_wire(listed)}
     return Plan(version, by_id, ring, virtual_nodes=read_natural(virtual_nodes), compatibility=_rules(rules))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from heapq import nlargest
 from operator import attrgetter
 
-from dynamoth.names import is_user_channel
+from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL, OPERATOR_INBOX_PREFIX, is_user_channel
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, SlotColumns, pack_ids
 from dynamoth_lla.channels import Track, TrackedChannels
 from dynamoth_lla.counting import PMESSAGE_BYTES, Window
@@ -21,6 +21,10 @@ from dynamoth_lla.traffic import Traffic
 
 MESSAGE_BYTES = 32
 """Size on the wire without channel and data, of a ``message`` push as of a PUBLISH: both have three elements."""
+
+CONTROL_CHANNELS = frozenset((BALANCER_CHANNEL, OPERATOR_CHANNEL))
+"""Dynamoth's own channels on which a message goes to a balancer; answers to operators go to their inboxes. Those to the
+agent alone do not count as output anyway."""
 
 WORK_PER_STEP = 1000
 """Channels that one step processes: some 3 ms."""
@@ -87,6 +91,8 @@ class Digest:
     #: Messages to the agent itself, on all channels.
     agent_messages: int = 0
     agent_bytes: int = 0
+    #: What agents, balancers and operators say to each other, once per message, without the agent's copy.
+    control_bytes: int = 0
 
 
 def digest(window: Window | SampledWindow, channels: TrackedChannels, into: Digest) -> Generator[None]:
@@ -106,6 +112,8 @@ def digest(window: Window | SampledWindow, channels: TrackedChannels, into: Dige
             into.loads.append(Load(track, traffic))
         elif is_user_channel(physical):
             into.messages_untracked += messages
+        elif physical in CONTROL_CHANNELS or physical.startswith(OPERATOR_INBOX_PREFIX):
+            into.control_bytes += traffic.size + messages * (MESSAGE_BYTES + len(physical))
         work += 1 + messages // MESSAGES_PER_CHANNEL
         if work >= WORK_PER_STEP:
             work = 0

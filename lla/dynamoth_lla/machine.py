@@ -381,13 +381,17 @@ class LoadAnalyzer:
         return report
 
     def _report(self, measured: Measurement, composed: Composed) -> Report:
-        interval_s = measured.interval_s
+        interval_s, total = measured.interval_s, self._rates.outgoing_bytes_per_s
         estimate = Rates(composed.total.bytes_out / interval_s, composed.total.bytes_in / interval_s, 0.0)
         report = self._make_report(measured.after.info, self._rates.or_else(estimate), interval_s)
-        is_estimate = self._rates.outgoing_bytes_per_s is None
+        control = measured.digested.control_bytes / interval_s
+        if total is not None:  # nobody may have heard the control messages, but somebody those of applications
+            control = min(control, max(0.0, total - composed.total.bytes_out / interval_s))
+            report = replace(report, outgoing_bytes_per_s=total - control)
         return replace(
             report,
-            outgoing_is_estimate=is_estimate,
+            outgoing_is_estimate=total is None,
+            control_bytes_per_s=control,
             columns=composed.columns,
             rest=composed.rest,
             slots=composed.slots,

@@ -175,7 +175,7 @@ def test_a_paused_balancer_does_nothing_when_it_wakes_up_after_its_lease() -> No
 
 
 def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
-    cluster, balancer = started(3, BalancerOptions())
+    cluster, balancer = started(3, BalancerOptions(server_dead_s=100.0))
     change = {"channel": b"news", "mode": "all-publishers", "servers": ["s1", "s2"]}
     assert cluster.ask("replicate", change).error is None
     for id_ in ("s1", "s2"):
@@ -457,16 +457,38 @@ def test_what_newer_software_has_stored_survives_a_balancer_that_does_not_know_i
 
 
 @pytest.mark.parametrize("field", [b"@format", b"@header"])
-def test_a_plan_of_another_format_ends_the_balancer_and_stays(field: bytes) -> None:
+def test_a_plan_of_another_format_ends_the_balancer_and_stays_unless_few_servers_store_it(field: bytes) -> None:
     cluster, first = started(3, BalancerOptions())
     cluster.kill(first)
-    server = cluster.servers["s2"]
-    fields = {**stored_hash(first.plan, server.run_id), field: b"2"}
-    if field == b"@header":
-        del fields[b"@cluster"]
-    server.put(PLAN_KEY, fields)
-    successor = cluster.start(BalancerOptions())
-    cluster.run_until(lambda: successor.stopped is not None)
-    assert successor.stopped is not None and isinstance(successor.stopped.error, ConfigError)
-    assert "the plan stored at s2 cannot be continued" in str(successor.stopped.error)
-    assert server.execute("test", b"HGETALL", PLAN_KEY) == fields
+
+    def forge(id_: str) -> dict[bytes, bytes]:
+        fields = {**stored_hash(first.plan, cluster.servers[id_].run_id), field: b"2"}
+        if field == b"@header":
+            del fields[b"@cluster"]
+        cluster.servers[id_].put(PLAN_KEY, fields)
+        return fields
+
+    forge("s2")
+    second = cluster.started(BalancerOptions())
+    assert any("others are used" in message for message in _messages(second, "error"))
+    cluster.kill(second)
+    stored = {id_: forge(id_) for id_ in ("s1", "s2")}
+    third = cluster.start(BalancerOptions())
+    cluster.run_until(lambda: third.stopped is not None)
+    assert third.stopped is not None and isinstance(third.stopped.error, ConfigError)
+    assert "the plan stored at s1 cannot be continued" in str(third.stopped.error)
+    for id_, fields in stored.items():
+        assert cluster.servers[id_].execute("test", b"HGETALL", PLAN_KEY) == fields
+
+
+def test_a_balancer_that_lost_the_lease_for_a_moment_waits_for_no_dead_server() -> None:
+    """Nobody else has led meanwhile: its own plan is the newest."""
+    cluster, balancer = started(4, BalancerOptions(server_dead_s=100.0))
+    cluster.stop_server("s4")
+    balancer.process.pause()
+    cluster.run(5.0)
+    balancer.process.resume()
+    cluster.run_until(lambda: balancer.machine.stage is not Stage.LEADING)
+    at = cluster.now
+    cluster.run_until(lambda: _leads(balancer))
+    assert cluster.now - at < 1.0, f"{cluster.now - at:.1f} s; it would wait {balancer.machine.options.recovery_s:g} s"

@@ -228,7 +228,7 @@ def test_a_plan_of_another_format_is_not_continued() -> None:
     """Without slots its channels have other homes; what a newer format means is unknown here."""
     with pytest.raises(OtherFormat, match=r"delete the plan at every server \(DEL __dynamoth__:plan\)"):
         stored_plan.parse_header([b"1", b"", None, None, b"an older header"], RUN)
-    with pytest.raises(OtherFormat, match="8192 slots, not 4096: upgrade"):
+    with pytest.raises(MalformedMessage, match="8192 slots, not 4096: upgrade"):
         stored_plan.parse_header([b"1", b"", header_of(PAIRS, ["s1"], 8, 8192)], RUN)
     redis = holding(MOVED)
     redis[PLAN_KEY][b"@format"] = b"1"

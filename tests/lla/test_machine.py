@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
 from dynamoth.machine.events import ErrorReply, LinkDown, LinkUp, Pushed, Replied, Start, Tick
-from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, replica_channel
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    ANNOUNCE_CHANNEL,
+    BALANCER_CHANNEL,
+    OPERATOR_CHANNEL,
+    operator_inbox,
+    replica_channel,
+)
 from dynamoth.plan.slots import slot_index
 from dynamoth.protocol.control import PlanQuery, pack_control
 from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT
@@ -65,6 +72,31 @@ def test_messages_on_our_own_channels_are_nobodys_load_but_were_read_by_the_agen
     report = bench.next_report()
     assert report.outgoing_bytes_per_s == 0
     assert report.columns.channels == () and report.rest == ChannelSums()
+
+
+def test_what_balancers_and_operators_are_sent_is_reported_apart() -> None:
+    """The agent has read each message, and so has somebody else."""
+    bench = a_bench()
+    size = 100_000
+    for channel in (BALANCER_CHANNEL, OPERATOR_CHANNEL, operator_inbox(7)):
+        bench.observe(push(channel, bytes(size)))
+        bench.server.output_bytes += 2 * size
+    report = bench.next_report()
+    assert 0.99 * 3 * size <= report.control_bytes_per_s <= 3 * size
+    assert report.outgoing_bytes_per_s == 0 and report.load_ratio == 0
+    bench.observe(push(operator_inbox(7), bytes(size)))
+    bench.server.output_bytes += size  # the operator has gone: only the agent has read it
+    report = bench.next_report()
+    assert report.outgoing_bytes_per_s == report.control_bytes_per_s == 0
+
+
+def test_control_messages_never_hide_what_channels_send() -> None:
+    bench = a_bench()
+    bench.server.subscribers[b"c"] = 10
+    bench.observe(push(b"c", MESSAGE), push(BALANCER_CHANNEL, bytes(100_000)))
+    sent = 10 * (MESSAGE_BYTES + 1 + len(MESSAGE))
+    bench.server.output_bytes += sent + 200_000
+    assert bench.next_report().outgoing_bytes_per_s >= sent
 
 
 def test_announcements_and_answers_were_read_by_the_agent_too() -> None:

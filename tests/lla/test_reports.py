@@ -224,3 +224,15 @@ def test_rows() -> None:
 def test_ids() -> None:
     assert pack_ids((1, 2**64 - 1)) == bytes(7) + b"\x01" + b"\xff" * 8
     assert pack_ids(()) == b""
+
+
+def test_control_messages_are_load_when_the_link_is_full() -> None:
+    report = a_report(outgoing_bytes_per_s=500.0, control_bytes_per_s=399.0, outgoing_bytes_per_s_max=1000)
+    assert report.load_ratio == 0.5
+    assert dataclasses.replace(report, control_bytes_per_s=400.0).load_ratio == 0.9
+
+
+def test_a_report_of_an_earlier_version_counts_everything() -> None:
+    wire = msgpack.unpackb(pack_report(a_report(control_bytes_per_s=7.0)))
+    wire[2].pop()
+    assert unpack_report(msgpack.packb(wire)) == a_report(control_bytes_per_s=0.0)

@@ -146,6 +146,7 @@ def _describe_report(report: Report | None) -> dict[str, Any]:
     return {
         "outgoing_bytes_per_s_max": report.outgoing_bytes_per_s_max,
         "outgoing_bytes_per_s": report.outgoing_bytes_per_s,
+        "control_bytes_per_s": report.control_bytes_per_s,
         "incoming_bytes_per_s": report.incoming_bytes_per_s,
         "cpu_ratio": report.cpu_ratio,
         "memory_bytes": report.memory_bytes,

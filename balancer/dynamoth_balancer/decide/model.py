@@ -238,7 +238,7 @@ class ClusterModel:
             *(columns.publishers + (0,) * len(slots), columns.subscribers + slots.subscribers),
         )
         arrays = [array("d", column) for column in numbers]
-        outgoing_bytes = report.outgoing_bytes_per_s * interval
+        outgoing_bytes = report.loading_bytes_per_s * interval
         due_bytes = float(sum(numbers[0]))
         named = len(columns)
         return Sample(now - interval, now, interval, outgoing_bytes, due_bytes, cpu_s, each_s, named, channels, *arrays)
@@ -578,7 +578,7 @@ def _deliveries(publications: Iterable[int], messages_sent: Iterable[int]) -> li
 def _is_plausible(report: Report) -> bool:
     return (
         INTERVAL_S_MIN <= report.interval_s <= INTERVAL_S_MAX
-        and report.outgoing_bytes_per_s <= BYTES_PER_S_MAX
+        and report.outgoing_bytes_per_s + report.control_bytes_per_s <= BYTES_PER_S_MAX
         and report.cpu_ratio <= CPU_RATIO_MAX
         and sum(report.columns.bytes_out) + sum(report.slots.bytes_out) <= BYTES_PER_S_MAX * report.interval_s
     )

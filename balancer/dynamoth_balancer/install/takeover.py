@@ -54,7 +54,8 @@ class _Found:
 class Takeover:
     """Claims a term, reads the headers of all servers, and then the copies.
 
-    It waits for ``wait_s`` after it has the term for servers that do not answer.
+    It waits for ``wait_s`` after it has the term for servers that do not answer; not where no other balancer has led
+    since this one did, as they can have nothing newer then.
 
     Servers with the same version and header store the same plan: only one of them is read as a whole.
     """
@@ -94,8 +95,8 @@ class Takeover:
         self._copies: list[Copy] = []
         #: Servers with copies that have unreadable entries: copies of the same plan at other servers are read, too.
         self._damaged: set[str] = set()
-        #: Why a plan of an older or newer format cannot be continued; empty where there is none.
-        self._other_format = ""
+        #: The servers with a plan of an older or newer format, with the reason why it cannot be continued.
+        self._other_formats: dict[str, str] = {}
         #: The unreadable entries.
         self._conflicts: list[Conflict] = []
 
@@ -139,10 +140,9 @@ class Takeover:
                     self._damaged.add(server)
                     self._conflicts.append(Conflict(server, _damage(damaged)))
             found.state = _State.KNOWN
-        except OtherFormat as error:
-            self._other_format = f"the plan stored at {server} cannot be continued: {error}"
-            found.state, found.header = _State.UNREADABLE, None
         except MalformedMessage as error:
+            if isinstance(error, OtherFormat):
+                self._other_formats[server] = f"the plan stored at {server} cannot be continued: {error}"
             found.state = _State.UNREADABLE
             found.header = None
             details = {"server": server, "reason": str(error)}
@@ -171,7 +171,7 @@ class Takeover:
             for server in up:
                 self._found[server].state = _State.ASKED
             return [self._send(server, "header") for server in up]
-        if self.missing() and now < self._deadline:
+        if self.missing() and now < self._deadline and not self._own_is_newest:
             return []
         if any(found.state is _State.READING for found in self._found.values()):
             return []
@@ -208,11 +208,11 @@ class Takeover:
         """Return the plan to continue with, the versions of usable copies by server, and the conflicts.
 
         Raises:
-            ConfigError: the copies are of different clusters, or of another format.
+            ConfigError: the copies are of different clusters, or most are of another format.
 
         """
-        if self._other_format:
-            raise ConfigError(self._other_format)
+        if 2 * len(self._other_formats) > len(self._found):  # at fewer servers it may be forged
+            raise ConfigError(next(iter(self._other_formats.values())))
         complete = all(found.state is _State.KNOWN for found in self._found.values())
         copies = [self._judge(copy) for copy in self._copies]
         if self._own is not None:
