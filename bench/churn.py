@@ -112,7 +112,8 @@ class Result:
     faults: dict[str, int]
     gap_reasons: dict[str, int]
     errors: dict[str, int]
-    #: The most memory that each daemon had in the first half of the run, and in the second, in MiB.
+    #: The most memory that daemons of each kind had in the first half of the run, and in the second, in MiB. By kind, as
+    #: a flood may hit the one agent or the other.
     memory_mib: dict[str, tuple[float, float]]
     #: The command lines of processes that were left when all had been asked to end.
     leaked: list[str]
@@ -120,7 +121,7 @@ class Result:
 
     @property
     def grown(self) -> list[str]:
-        """The daemons whose memory was not flat."""
+        """The kinds of daemons whose memory was not flat."""
         return [
             name
             for name, (first, second) in self.memory_mib.items()
@@ -305,9 +306,10 @@ class Faults:
     def _measure_memory(self, *, second_half: bool) -> None:
         for child in (self._cluster.balancer, *self._cluster.agents.values(), *self._rivals):
             if child.running:
-                sizes = list(self.memory_mib.get(child.name, (0.0, 0.0)))
+                kind = child.name.partition(" ")[0]
+                sizes = list(self.memory_mib.get(kind, (0.0, 0.0)))
                 sizes[second_half] = max(sizes[second_half], resident_mib(child.pid))
-                self.memory_mib[child.name] = sizes[0], sizes[1]
+                self.memory_mib[kind] = sizes[0], sizes[1]
 
     def _supervise(self) -> None:
         """Start balancers again that have ended because another one is at work."""
