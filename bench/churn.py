@@ -112,8 +112,8 @@ class Result:
     faults: dict[str, int]
     gap_reasons: dict[str, int]
     errors: dict[str, int]
-    #: The most memory that daemons of each kind had in the first half of the run, and in the second, in MiB. By kind, as
-    #: a flood may hit the one agent or the other.
+    #: The most memory that an agent had in the first half of the run, and in the second, in MiB, and a balancer: any
+    #: agent may be flooded, and any balancer may lead.
     memory_mib: dict[str, tuple[float, float]]
     #: The command lines of processes that were left when all had been asked to end.
     leaked: list[str]
@@ -304,12 +304,13 @@ class Faults:
         self._cluster.balancer.start()
 
     def _measure_memory(self, *, second_half: bool) -> None:
-        for child in (self._cluster.balancer, *self._cluster.agents.values(), *self._rivals):
-            if child.running:
-                kind = child.name.partition(" ")[0]
-                sizes = list(self.memory_mib.get(kind, (0.0, 0.0)))
-                sizes[second_half] = max(sizes[second_half], resident_mib(child.pid))
-                self.memory_mib[kind] = sizes[0], sizes[1]
+        kinds = {"agent": self._cluster.agents.values(), "balancer": (self._cluster.balancer, *self._rivals)}
+        for kind, children in kinds.items():
+            sizes = list(self.memory_mib.get(kind, (0.0, 0.0)))
+            sizes[second_half] = max(
+                sizes[second_half], *(resident_mib(each.pid) for each in children if each.running), 0
+            )
+            self.memory_mib[kind] = sizes[0], sizes[1]
 
     def _supervise(self) -> None:
         """Start balancers again that have ended because another one is at work."""
