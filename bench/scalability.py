@@ -1,6 +1,6 @@
 """Experiment 2 of the Dynamoth paper (section V-D, figures 5 and 6): how many players of RGame the servers hold.
 
-Run as root with ``python -m bench.scalability``; ``--help`` tells the rest. It takes about thirteen minutes. Players
+Run as root with ``python -m bench.scalability``; ``--help`` tells the rest. It takes about eleven minutes. Players
 join all the time; each publishes 3 updates per second. Three systems carry the same game, one after the other:
 
 dynamoth
