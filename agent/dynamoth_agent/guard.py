@@ -19,7 +19,7 @@ look, so they look again now and then.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
@@ -58,8 +58,11 @@ class _Agent:
 class AgentGuard:
     """Finds out whether another agent is at work at the same server."""
 
-    def __init__(self, server: str, incarnation: int, report_interval_s: float) -> None:
+    def __init__(
+        self, server: str, incarnation: int, report_interval_s: float, why_blind: Callable[[], str | None]
+    ) -> None:
         self._server = server
+        self._why_blind = why_blind
         self._hung_s = HUNG_INTERVALS * report_interval_s
         self._incarnation = f"{incarnation:x}"
         #: When to look next; None while the link is down.
@@ -164,6 +167,8 @@ class AgentGuard:
         if now < hung_at:
             self._check_at = hung_at
             return []
+        if self._why_blind() is not None:  # it could not see the reports of one at work
+            return [AlreadyRunning(self._reason(other))]
         where = f"connection {other.id} from {other.address}"
         self._hung = f"it has sent no report for {self._hung_s:g} s ({where}): end its process"
         return [Send(LOCAL, (b"CLIENT", b"KILL", b"ID", other.id), (TAG, "kill"))]

@@ -51,7 +51,9 @@ class AgentMachine:
         self.server = server
         self.dispatcher = DispatcherMachine(server, incarnation, dispatcher_options)
         self.load_analyzer = LoadAnalyzer(server, incarnation, lla_options)
-        self._guard = AgentGuard(server, incarnation, lla_options.report_interval_s)
+        self._guard = AgentGuard(
+            server, incarnation, lla_options.report_interval_s, lambda: self.dispatcher.observation.why_blind
+        )
         name = f"dynamoth-agent-reports:{quote(server, safe='')}"
         self.stand_in = StandIn(self.load_analyzer, lla_options.report_interval_s, name)
         self._url = url

@@ -632,7 +632,7 @@ class BalancerMachine:
         """Give up dead servers, if an operator has started this balancer for that, once it is known which are alive."""
         servers, dead = self._servers, self._dead_servers.dead
         alive = servers.keys() & self._run_ids.keys() - dead
-        if not self._quorum.may_give_up or self.stage is not Stage.CONTENDING:
+        if not self._quorum.may_give_up or self.stage is not Stage.CONTENDING or not alive:
             return []
         plan = self._contention.listing(self._reachable(), self.options.virtual_nodes, now)
         if plan is None or plan.servers.keys() != servers.keys():
@@ -658,6 +658,9 @@ class BalancerMachine:
         return [Note("info", "all servers of the plan count again", {"servers": list(self._servers)})]
 
     def _begin_term(self, now: float) -> list[InnerAction]:
+        if self._quorum.may_give_up:  # it has the lease of more than half of the servers, so there is no need to
+            refusal = self._quorum.refusal(len(self._run_ids), len(self._servers))
+            return [*self._lease.release(now), *self._stop(refusal)]
         self._term += 1
         self.stage = Stage.RECOVERING
         servers = list(self._servers.values())
@@ -798,7 +801,7 @@ class BalancerMachine:
         actions: list[InnerAction] = []
         if self._tick_at is None or now >= self._tick_at:
             if renewals := self._lease.tick(now):
-                return [*renewals]  # by themselves: the rest may take long, and comes at once in a tick of its own
+                return [*renewals]  # at once: the rest may take long, and follows in the next tick
             self._tick_at = now + TICK_INTERVAL_S
             self._dead_servers.tick(now)
             actions += self._count_all_again(now)

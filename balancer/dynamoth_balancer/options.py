@@ -21,7 +21,7 @@ class BalancerOptions(PlanningSettings):
 
     ``draining``: ids of the servers to empty. They get no channels, and their channels are moved away.
     ``compatibility``: the compatibility rules of a new cluster. A stored plan has its own, which administrators change.
-    ``take_over``: lead though more than half of the servers are dead; see ``install.quorum``.
+    ``take_over``: lead though half of the servers or more are dead; see ``install.quorum``.
 
     Raises:
         ConfigError: a value is out of range; the text names it.

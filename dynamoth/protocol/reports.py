@@ -203,9 +203,13 @@ class Report:
 
     @property
     def loading_bytes_per_s(self) -> float:
-        """What counts as load: no control messages, as no move takes them away; every byte when the link is full."""
-        total = self.outgoing_bytes_per_s + self.control_bytes_per_s
-        return total if total >= LINK_FULL_RATIO * self.outgoing_bytes_per_s_max else self.outgoing_bytes_per_s
+        """What counts as load: no control messages, as no move takes them away; every byte when the link is full.
+
+        In between, ever more of them, so that no small change makes a server look overloaded.
+        """
+        ratio = (self.outgoing_bytes_per_s + self.control_bytes_per_s) / self.outgoing_bytes_per_s_max
+        share = min(1.0, max(0.0, (ratio - LINK_FULL_RATIO) / (1 - LINK_FULL_RATIO)))
+        return self.outgoing_bytes_per_s + share * self.control_bytes_per_s
 
     @property
     def load_ratio(self) -> float:
@@ -262,7 +266,7 @@ def pack_report(report: Report) -> bytes:
 
 
 LINK_FULL_RATIO = 0.9
-"""From this part of a server's maximum on, control messages are load, too: little room is left for anything."""
+"""From this part of a server's maximum on, control messages are load, too: little room is left. At 1, all of them."""
 
 _LATER_HEAD: tuple[Any, ...] = (0, True, [])
 """Defaults of the last fields of the head, which agents of earlier versions leave out."""

@@ -20,7 +20,7 @@ def line(id_: int, name: str, age_s: int = 60) -> str:
 
 
 def name_of(server: str, incarnation: int) -> str:
-    return AgentGuard(server, incarnation, 1.0).connection_name
+    return AgentGuard(server, incarnation, 1.0, lambda: None).connection_name
 
 
 class Bench:
@@ -28,7 +28,9 @@ class Bench:
 
     def __init__(self, others: str | None = None, server: str = "s1") -> None:
         """Begin alone, or beside ``others``: what CLIENT LIST says of them."""
-        self.guard = AgentGuard(server, 7, 1.0)
+        #: Why it does not see what is published.
+        self.blind: str | None = None
+        self.guard = AgentGuard(server, 7, 1.0, lambda: self.blind)
         self.others = others
         self.refused: set[bytes] = set()
         self.sent: list[tuple[Any, ...]] = []
@@ -120,6 +122,15 @@ def test_a_later_agent_takes_the_place_of_one_that_hangs() -> None:
     assert bench.said == [said]
 
 
+def test_a_blind_agent_replaces_none_as_it_sees_no_reports() -> None:
+    bench = Bench(line(10, name_of("s1", 6)))
+    bench.blind = "NOPERM"
+    bench.connect()
+    bench.let_pass(HUNG_INTERVALS)
+    assert [type(said) for said in bench.said] == [AlreadyRunning]
+    assert not any(b"KILL" in args for args in bench.sent)
+
+
 def test_an_agent_that_may_not_close_a_connection_ends_and_says_what_to_permit() -> None:
     bench = Bench(line(10, name_of("s1", 6)))
     bench.refused.add(b"KILL")
@@ -209,6 +220,6 @@ def test_a_server_that_refuses_is_said_once(refused: bytes) -> None:
 @pytest.mark.parametrize("garbage", [None, b"x", 5, [], [b"a"], {b"a": 1}])
 @pytest.mark.parametrize("subject", ["name", "id", "count", "list", "kill"])
 def test_no_answer_makes_it_raise(subject: str, garbage: Any) -> None:
-    guard = AgentGuard("s1", 1, 1.0)
+    guard = AgentGuard("s1", 1, 1.0, lambda: None)
     actions = guard.on_reply(Replied("local", ("guard", subject), garbage), 0.0)
     assert all(isinstance(action, Send) for action in actions)

@@ -122,6 +122,19 @@ def test_an_overloaded_server_is_relieved_further_while_its_moves_take_long() ->
     assert all(later - earlier >= 3.0 for earlier, later in pairwise(times))
 
 
+def test_a_server_may_join_while_an_overloaded_one_is_relieved() -> None:
+    """For a moment the plan lists a server of which the model does not know yet."""
+    options = BalancerOptions(wait_s=0.0, averaging_s=2.0, moves_per_plan_max=1, decision_interval_s=0.1)
+    cluster, balancer = started(3, options)
+    channels = _load(cluster, balancer, {"s1": [0.2] * 8})
+    cluster.agents["s1"].listened.update(channels)
+    cluster.run_until(lambda: bool(balancer.decided))
+    cluster.add_server("s4")
+    assert cluster.ask("server", {"action": "add", "server": "s4", "url": "redis://s4"}).error is None
+    assert "s4" in balancer.plan.servers
+    assert balancer.machine.transitions
+
+
 def test_a_transition_that_is_stuck_does_not_stop_all_decisions() -> None:
     cluster = SimCluster(3)
     options = BalancerOptions(wait_s=0.0, averaging_s=2.0, moves_per_plan_max=1, move_timeout_s=10.0)

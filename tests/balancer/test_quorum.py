@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dynamoth.errors import ConfigError
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.plan import single
@@ -92,10 +94,13 @@ def test_servers_that_come_back_count_again_and_get_the_plan() -> None:
     assert other.plan.servers.keys() == {"s1", "s2", "s3"}
 
 
-def test_taking_over_is_refused_where_most_servers_can_be_reached() -> None:
+@pytest.mark.parametrize("is_lease_free", [False, True])
+def test_taking_over_is_refused_where_most_servers_can_be_reached(is_lease_free: bool) -> None:
     cluster, balancer = started(3, OPTIONS)
     cluster.stop_server("s3")
     cluster.kill(balancer)
+    if is_lease_free:
+        cluster.run(10)
     plan = cluster.servers["s1"].plan_or_fail()
     other = cluster.start(TAKING_OVER)
     cluster.run(10)

@@ -227,9 +227,10 @@ def test_ids() -> None:
 
 
 def test_control_messages_are_load_when_the_link_is_full() -> None:
-    report = a_report(outgoing_bytes_per_s=500.0, control_bytes_per_s=399.0, outgoing_bytes_per_s_max=1000)
-    assert report.load_ratio == 0.5
-    assert dataclasses.replace(report, control_bytes_per_s=400.0).load_ratio == 0.9
+    report = a_report(outgoing_bytes_per_s=500.0, outgoing_bytes_per_s_max=1000)
+    ratios = [dataclasses.replace(report, control_bytes_per_s=each).load_ratio for each in (0.0, 400.0, 450.0, 500.0)]
+    assert ratios == pytest.approx([0.5, 0.5, 0.725, 1.0])
+    assert dataclasses.replace(report, control_bytes_per_s=900.0).load_ratio == 1.4
 
 
 def test_a_report_of_an_earlier_version_counts_everything() -> None:

@@ -127,6 +127,8 @@ def test_a_server_that_was_removed_is_left_when_nothing_waits_for_it() -> None:
     publisher.found(publisher.pass_time(LOOKS_S))
     assert publisher.down("s1") == [Disconnect("s1")]
     assert publisher.down("s3") == [], "it is in the plan, and comes back"
+    publisher.plan.update_header(replace(PLAN_0, version=2))
+    assert Connect("s1", URLS["s1"]) in publisher.publish(channel_at("s1", 1)), "a new cluster lists it again"
 
 
 def silent() -> tuple[Looking, list[Any], list[Send]]:

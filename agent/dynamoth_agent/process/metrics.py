@@ -13,7 +13,8 @@ from dynamoth_daemon import metrics
 _OF_REPORT = (
     ("server_load_ratio", "Measured over maximum outgoing bytes per second", "load_ratio"),
     ("server_tightest_ratio", "How full the tightest resource of the server is", "tightest_ratio"),
-    ("server_outgoing_bytes_per_second", "What Redis sends, without what its agent reads", "outgoing_bytes_per_s"),
+    ("server_outgoing_bytes_per_second", "What Redis sends to clients", "outgoing_bytes_per_s"),
+    ("server_control_bytes_per_second", "What Redis sends to balancers and operators", "control_bytes_per_s"),
     ("server_outgoing_max_bytes_per_second", "What the server can send, as configured", "outgoing_bytes_per_s_max"),
     ("server_incoming_bytes_per_second", "What the Redis server receives", "incoming_bytes_per_s"),
     ("server_cpu_ratio", "CPU use of the thread of Redis that executes commands", "cpu_ratio"),

@@ -26,6 +26,7 @@ The algorithms are those of Dynamoth, section III-B. Everything here is data and
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -234,6 +235,8 @@ class Cluster:
     strays: Sequence[Stray] = ()
     #: Channels that have gone silent, each with where it is and where its slot is.
     returning: Sequence[Stray] = ()
+    #: How many more channels and slots may be in transition.
+    room: float = math.inf
     #: The overloaded servers that moves of channels do not relieve.
     unrelieved: set[str] = field(default_factory=set[str])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
@@ -308,6 +311,8 @@ class Cluster:
 
     def _has_place(self, move: Move) -> bool:
         """Return whether the bounds of a plan allow one more move like this one."""
+        if len(self.moves) >= self.room:
+            return False
         if is_slot(move.channel):
             return self._has_place_for_slot(move)
         full = self.is_full or any(map(self.has_given, move.left)) or any(map(self.has_taken, move.joined))
@@ -316,8 +321,6 @@ class Cluster:
     def _has_place_for_slot(self, move: Move) -> bool:
         """Return whether a slot fits into the step: at least one per server does, whatever its load."""
         options = self.options
-        if len(self.moves) >= options.transitions_max:
-            return False
         is_first = not any(self._slots_away[server] + self._slots_here[server] for server in move.loads)
         return is_first or all(
             subscriptions <= options.slot_subscriptions_max and ratio <= options.slot_load_ratio_max

@@ -166,7 +166,7 @@ class Decider:
         if installer.plan.administration.paused:
             return None
         if next(self._changes_under_way(installer, now), None) is not None:
-            return self._relieve(installer, now)
+            return self._decide_urgently(installer, now)
         if now < self._plan_at:
             return self._step(installer, now)
         decision, _ = self._ask_goals(self._goals, installer, now)
@@ -180,14 +180,15 @@ class Decider:
         self._findings_at = now
         return self.history.add(decision, now)
 
-    def _relieve(self, installer: Installer, now: float) -> MadeDecision | None:
-        """Return a decision of the urgent goals while changes are under way, for the sake of an overloaded server.
+    def _decide_urgently(self, installer: Installer, now: float) -> MadeDecision | None:
+        """Return a decision of the urgent goals while changes are under way, if a server is overloaded.
 
         Changes may take long at such a server, as subscribers there are behind: it cannot wait until all have settled.
         """
         if now < self._plan_at or installer.rules_rest(now) > 0:
             return None
-        loads = [self._model.load(server, now) for server in installer.plan.servers]
+        servers = (server for server in installer.plan.servers if installer.why_not(server, now) is None)
+        loads = [self._model.load(server, now) for server in servers]
         if not any(load is not None and load.load_ratio > self._options.load_ratio_high for load in loads):
             return None
         decision, _ = self._ask_goals(self._urgent_goals, installer, now)
@@ -285,6 +286,7 @@ class Decider:
         full = {server: why for server in loads if (why := self._model.why_full(server))}
         cluster = Cluster(loads, self._model.channels, movable, options, figures, draining, blind, slots, full)
         cluster.slot_subscriptions = cache(partial(self._slot_subscriptions, installer=installer))
+        cluster.room = options.transitions_max - len(installer.transitions)
         released = sorted(installer.leaving - installer.draining)
         cluster.releasing = {server: self._left_at(server, installer) for server in released}
         cluster.pins, cluster.strays = pinned_names(installer.plan), self._strays(installer)

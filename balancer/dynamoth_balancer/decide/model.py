@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 Per server the model keeps the samples of the last ``averaging_s`` (one per report) and averages over them on request.
 A load is outgoing bytes and CPU; ``resources`` says how the CPU of a channel is estimated. Connections and memory are
-those of the latest report. The outgoing bytes of a server are what it has sent, or, if that is more, what the messages
-of its channels make for their subscribers: a server that is full cannot send it.
+those of the latest report. The outgoing bytes of a server are those that it has sent or, if these are more, the bytes
+that are due to subscribers: a server that is full cannot send them all.
 
 Reports add up by slot what they do not name. Such a sum is kept under the name of its slot, as a channel's load is.
 
@@ -239,7 +239,7 @@ class ClusterModel:
         )
         arrays = [array("d", column) for column in numbers]
         outgoing_bytes = report.loading_bytes_per_s * interval
-        due_bytes = float(sum(numbers[0]))
+        due_bytes = float(sum(columns.bytes_out) + report.rest.bytes_out)
         named = len(columns)
         return Sample(now - interval, now, interval, outgoing_bytes, due_bytes, cpu_s, each_s, named, channels, *arrays)
 
@@ -346,7 +346,7 @@ class ClusterModel:
             if model.blind_since is None or model.latest is None:
                 return None
             cpu_ratio = self._bounds.cpu_ratio(model.latest.cpu_ratio)
-            return ServerLoad(server, model.latest.outgoing_bytes_per_s, model.capacity, cpu_ratio)
+            return ServerLoad(server, model.latest.loading_bytes_per_s, model.capacity, cpu_ratio)
         samples = model.window.samples
         sent, due = sum(sample.outgoing_bytes for sample in samples), sum(sample.due_bytes for sample in samples)
         rate = max(sent, due) / weight

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 class Sample:
     """One report, reduced to the averaged figures: bytes sent in its interval, and parts of all CPU times seconds.
 
-    A server that is full sends no more than it can, and the rest waits in its output buffers. What the messages of its
-    channels make for their subscribers, ``due_bytes``, shows how much too much it has.
+    A server that is full sends no more than it can, and the rest waits in its output buffers. ``due_bytes`` are all
+    bytes that are due to subscribers: each message of each channel, once for each.
     """
 
     begins: float

@@ -1,6 +1,6 @@
 """Decides which servers count where more than half of them must agree.
 
-These are all servers of the plan. If most of them are lost for good, nothing could ever be changed again. So an
+These are all servers of the plan. If half of them or more are lost for good, nothing could ever be changed again. So an
 operator may let a balancer *take over*: it gives up the servers that it cannot reach at its start, and needs more than
 half of the others only. All count again when it has the lease of more than half of them.
 
@@ -52,9 +52,14 @@ class Quorum:
 
         """
         if self.decides(alive, servers):
-            raise ConfigError(
-                f"--take-over is refused, as {len(alive)} of {len(servers)} servers can be reached, which are enough to"
-                " lead: nothing has changed; start the balancer without --take-over"
-            )
+            raise self.refusal(len(alive), len(servers))
         self.may_give_up = False
         self.given_up = frozenset(servers) - frozenset(alive)
+
+    @staticmethod
+    def refusal(alive: int, servers: int) -> ConfigError:
+        """Return why the balancer may not take over, as so many of the servers can be reached."""
+        return ConfigError(
+            f"--take-over is refused, as {alive} of {servers} servers can be reached, which are enough to lead: nothing"
+            " has changed; start the balancer without --take-over"
+        )

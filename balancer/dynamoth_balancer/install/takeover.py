@@ -158,7 +158,9 @@ class Takeover:
         self._copies.append(Copy(server, plan, believed))
 
     def missing(self) -> list[str]:
-        """Return the servers that are unknown so far."""
+        """Return the servers that are unknown so far, and may store a newer plan than that of this process."""
+        if self._own_is_newest:
+            return []
         return [name for name, found in self._found.items() if found.state in (_State.DOWN, _State.UP, _State.ASKED)]
 
     def read(self, now: float) -> list[Send] | None:
@@ -171,7 +173,7 @@ class Takeover:
             for server in up:
                 self._found[server].state = _State.ASKED
             return [self._send(server, "header") for server in up]
-        if self.missing() and now < self._deadline and not self._own_is_newest:
+        if self.missing() and now < self._deadline:
             return []
         if any(found.state is _State.READING for found in self._found.values()):
             return []

@@ -101,7 +101,7 @@ class Scaling:
         return actions
 
     def _store_release(self, installer: Installer, now: float) -> list[InnerAction]:
-        """Put into the plan which server is being released, so that the next balancer goes on with it."""
+        """Store in the plan which server is being released, so that the next balancer goes on with it."""
         releasing, administration = self.fleet.releasing or "", installer.plan.administration
         if releasing == administration.releasing:
             return []

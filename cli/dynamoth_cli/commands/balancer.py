@@ -25,7 +25,7 @@ from dynamoth_cli.settings import (
 CLIENT_NAME = "dynamoth-balancer"
 
 TAKE_OVER = (
-    "lead though more than half of the servers are lost for good: count only the servers that can be reached. Make sure"
+    "lead though half of the servers or more are lost for good: count only the servers that can be reached. Make sure"
     " that no other balancer can reach the others: two balancers that lead at the same time, each at its own servers,"
     " give different meanings to one epoch of a channel, and messages are lost without a gap event. Refused where more"
     " than half of the servers can be reached"

@@ -198,7 +198,8 @@ class PublisherMachine:
             actions += self._answers.on_untrusted(event.link, now)
         discard_failed(server, now)
         if event.link not in self._plan.servers and event.link != ALONE and not server.waiting:
-            actions.append(Disconnect(event.link))  # it was removed: nothing goes there any more
+            server.left = True  # it was removed: nothing goes there any more
+            actions.append(Disconnect(event.link))
         return actions
 
     def _fail_over(self, server_id: str, now: float) -> list[PublisherAction]:
