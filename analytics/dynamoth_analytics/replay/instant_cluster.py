@@ -141,7 +141,8 @@ class InstantCluster:
         while True:
             due = self.machine.deadline()
             assert due is not None, "a balancer that leads has a deadline"
-            if tick_s and not self.machine.transitions:
+            has_more = due <= self._ticked_at  # the latest tick only renewed the lease
+            if tick_s and not self.machine.transitions and not has_more:
                 due = max(due, self._ticked_at + tick_s)
             if self._later and self._later[0][0] <= min(due, time):
                 self._report_vacated(*heapq.heappop(self._later))
