@@ -72,7 +72,9 @@ class Setting:
     delays: Delays = DEFAULT_DELAYS
     #: What each server can send: little makes the balancer move channels by itself.
     outgoing_bytes_per_s_max: int = AMPLE_BYTES_PER_S
-    #: The same of servers of another size.
+    #: What the network of each server lets out; more waits in its output buffers. 0: it lets everything out.
+    network_bytes_per_s: int = 0
+    #: ``outgoing_bytes_per_s_max`` of servers of another size.
     capacities: Mapping[str, int] = field(default_factory=dict[str, int])
     #: The CPU of each server that counts as all of it, in cores.
     cpu_ratio_max: float = 1.0
@@ -348,6 +350,8 @@ class Cluster:
     def _make_server(self, id_: str | None = None) -> str:
         id_ = id_ or f"s{len(self.servers) - len(self._provisioned) + 1}"
         server = self.servers[id_] = RedisServer(self.world, id_, f"redis://{id_}:6379")
+        if self.options.setting.network_bytes_per_s:
+            server.limit(self.options.setting.network_bytes_per_s)
         self.network.add_server(server.url, server)
         self.agents[id_] = self._agent(id_)
         return id_

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
-from dynamoth_balancer.decide import relieve
+from dynamoth_balancer.decide import model, relieve
 from dynamoth_balancer.decide.cluster import Cluster, ServerLoad
+from dynamoth_balancer.decide.decider import Decider
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.decide.replicate import Judgement
+from dynamoth_balancer.decide.samples import Sample
 from dynamoth_balancer.decide.worth import Worth
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.installer import Installer
@@ -66,6 +69,20 @@ def every_gain_is_worth_it() -> AbstractContextManager[None]:
     return replaced(relieve, is_worth_moves=returning(True))
 
 
+def only_what_was_sent_counts() -> AbstractContextManager[None]:
+    """The load of a server is what it has sent, and not what waits there."""
+
+    def sample(*fields: Any) -> Sample:
+        return replace(Sample(*fields), due_bytes=0.0)
+
+    return replaced(model, Sample=sample)
+
+
+def changes_settle_first() -> AbstractContextManager[None]:
+    """No plan is made while changes are under way, also for an overloaded server."""
+    return replaced(Decider, _relieve=returning(None))
+
+
 CHECKS = (
     Check("76-ping-pong", every_move_is_worth_it, "expected"),
     Check("77-hotter-than-any-server", only_ratios_replicate, "expected"),
@@ -76,4 +93,6 @@ CHECKS = (
     Check("122-different-sizes", the_smallest_ratio_has_most_room, "expected"),
     Check("123-herd", moves_count_when_they_are_measured, "expected"),
     Check("124-little-gain", every_gain_is_worth_it, "expected"),
+    Check("125-full", only_what_was_sent_counts, "expected"),
+    Check("125-full", changes_settle_first, "expected"),
 )

@@ -9,9 +9,10 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from dynamoth.plan.plan import single
+from dynamoth.plan.plan import Phase, single
 from dynamoth_balancer.decide.cluster import Finding, Move
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim.load.clients import PublisherApp
@@ -233,6 +234,61 @@ def little_gain(stage: Stage) -> None:
     _expect_advice(stage, "s1", "not worth the moves")
 
 
+FULL_BYTES_PER_S = 500_000
+"""What the network of a server sends in case 125, and its capacity. Buffers of 8 MB hold what more there is."""
+
+TURN_S = 0.2
+"""How often each channel of case 125 gets a message, the channels one after the other."""
+
+STEP_S = 1.2
+"""How long the first part of the load is alone: as long as the first plan takes, so that it knows nothing of the rest.
+That is ``averaging_s`` and the interval of a report."""
+
+RELIEVED_S = 30.0
+"""When subscribers have caught up after the second step.
+
+The balancer knows the load after ``STEP_S`` and a report's interval, and plans again ``wait_s`` later: 2 s, in which up
+to 2 s of sending queue up. A move is announced behind them. When it is read, as much has come again, and more until the
+subscriber has left: after 7 s, 5 s of sending wait. They leave in what the server has free, at least a fifth
+(``load_ratio_high`` is 0.8): 20 s later, less than a second waits.
+"""
+
+BEHIND_S_MAX = 1.0
+"""A subscriber that has each message in this time is not behind."""
+
+
+def full(stage: Stage) -> None:
+    """Case 125. The network of s1 sends half of what is due: s1 is relieved, and its subscribers catch up.
+
+    Two thirds of the load come first. Their moves take long, as subscribers read of them behind all that waits there.
+    Nothing is lost: buffers have room for what waits, and subscribers wait for as long as they are behind.
+    """
+    channels = list(_channels(stage, "s1", 2.0, 20))
+    options = stage.cluster.options
+    patient = replace(options.client.subscriber, hold_s_max=RELIEVED_S, marker_s=RELIEVED_S)
+    stage.cluster.options = replace(options, client=replace(options.client, subscriber=patient))
+    for number in range(4):
+        stage.subscriber(f"S{number}", *channels[number::4])
+    stage.cluster.options = options
+    publisher = stage.publisher("P", *channels)
+    _publish_in_turn(stage, publisher, channels[:13], STEP_S)
+    _publish_in_turn(stage, publisher, channels, RELIEVED_S)
+    entries = [stage.entry(channel) for channel in channels]
+    left = sum(each.phase is not Phase.SETTLED or each.route.assignment == single("s1") for each in entries)
+    stage.expect(f"what is due makes load ratio {HIGH_RATIO}, not {left / 10}", left / 10 <= HIGH_RATIO)
+    read = {(record.channel, (record.data or b"").rstrip(b"_")) for record in stage.records("DELIVERS")}
+    begun = (record for record in stage.records("begins to publish") if (record.channel, record.data) not in read)
+    behind_s = stage.world.now - min((record.at for record in begun), default=stage.world.now)
+    stage.expect(f"no subscriber is behind by {behind_s:.1f} s", behind_s <= BEHIND_S_MAX)
+
+
+def _publish_in_turn(stage: Stage, publisher: PublisherApp, channels: Sequence[bytes], duration_s: float) -> None:
+    """Publish for so long; each channel makes a tenth of what a full server can send."""
+    for turn in range(round(duration_s / TURN_S * len(channels))):
+        publisher.publish(channels[turn % len(channels)], round(FULL_BYTES_PER_S * TURN_S / 10) - OVERHEAD_BYTES)
+        stage.run(TURN_S / len(channels))
+
+
 SIZES = {"s2": CAPACITY_BYTES_PER_S // 5, "s3": 2 * CAPACITY_BYTES_PER_S}
 
 SCENARIOS: dict[str, Scenario] = {
@@ -247,4 +303,5 @@ SCENARIOS: dict[str, Scenario] = {
     "122-different-sizes": Scenario(different_sizes, outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S, capacities=SIZES),
     "123-herd": Scenario(herd, outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S),
     "124-little-gain": Scenario(little_gain, outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S),
+    "125-full": Scenario(full, outgoing_bytes_per_s_max=FULL_BYTES_PER_S, network_bytes_per_s=FULL_BYTES_PER_S),
 }

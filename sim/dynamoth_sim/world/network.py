@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from dynamoth_sim.world.world import World
@@ -56,15 +57,77 @@ class Packet:
         self.size = size
 
 
+SEGMENT_BYTES = 1460
+"""What a connection sends at a time on a line that it shares: a TCP segment, or one item that is larger."""
+
+
+class Line:
+    """The network of a server, which sends a limited number of bytes per second for all of its connections.
+
+    Connections take turns, as TCP shares a network: one that is behind does not delay one that sends little. What has
+    not left yet is in the server's output buffers.
+
+    Args:
+        world: time and chance.
+        bytes_per_s: how much the server can send.
+        on_sent: called with the size of each item that has left.
+
+    """
+
+    def __init__(self, world: World, bytes_per_s: float, on_sent: Callable[[int], None]) -> None:
+        self._world = world
+        self._bytes_per_s = bytes_per_s
+        self._on_sent = on_sent
+        #: What has not left, with its size, by pipe; the next turn is that of the first pipe. No queue is empty.
+        self._waiting: dict[Pipe, deque[tuple[int, Callable[[], None]]]] = {}
+        self._is_busy = False
+
+    def queue(self, pipe: Pipe, size: int, leave: Callable[[], None]) -> None:
+        """Call ``leave`` when ``size`` bytes of a pipe have left, after all that it has queued before."""
+        self._waiting.setdefault(pipe, deque()).append((size, leave))
+        if not self._is_busy:
+            self._begin()
+
+    def forget(self, pipe: Pipe) -> int:
+        """Drop what a pipe has queued. Return how many items that are."""
+        return len(self._waiting.pop(pipe, ()))
+
+    def _begin(self) -> None:
+        pipe = next(iter(self._waiting), None)
+        self._is_busy = pipe is not None
+        if pipe is None:
+            return
+        size = count = 0
+        for each, _ in self._waiting[pipe]:
+            size += each
+            count += 1
+            if size >= SEGMENT_BYTES:
+                break
+        self._world.after(size / self._bytes_per_s, self._end, pipe, count)
+
+    def _end(self, pipe: Pipe, count: int) -> None:
+        queue = self._waiting.pop(pipe, deque())  # less is there if it was dropped on its way
+        for _ in range(min(count, len(queue))):
+            size, leave = queue.popleft()
+            self._on_sent(size)
+            leave()
+        if queue:
+            self._waiting[pipe] = queue
+        self._begin()
+
+
 class Pipe:
-    """One direction of a connection."""
+    """One direction of a connection; over the ``line`` of a server, if that has a limit."""
 
-    __slots__ = ("_due", "_free_at", "_holds", "_last", "_packets", "_receive", "_world", "delays", "ended")
+    __slots__ = ("_due", "_free_at", "_holds", "_last", "_packets", "_receive", "_world", "delays", "ended", "line")
 
-    def __init__(self, world: World, delays: Delays, receive: Callable[[Packet], None]) -> None:
+    def __init__(
+        self, world: World, delays: Delays, receive: Callable[[Packet], None], line: Line | None = None
+    ) -> None:
         self._world = world
         self.delays = delays
         self._receive = receive
+        self.line = line
         #: In flight, oldest first. Arrivals never decrease.
         self._packets: deque[Packet] = deque()
         #: Arrival of the youngest packet that was ever sent.
@@ -82,6 +145,12 @@ class Pipe:
         """Send one item; it is lost without notice when the pipe has ended."""
         if self.ended:
             return
+        if self.line is None:
+            self._put(item, size)
+        else:
+            self.line.queue(self, size, partial(self._put, item, size))
+
+    def _put(self, item: Any, size: int) -> None:
         world, delays = self._world, self.delays
         draw = world.random.random()
         if draw < delays.spike_ratio:
@@ -124,17 +193,27 @@ class Pipe:
         if self.ended:
             return
         self.ended = True
+        if self.line is None:
+            self._put_end(reason, notice_s)
+        else:
+            self.line.queue(self, 0, partial(self._put_end, reason, notice_s))
+
+    def _put_end(self, reason: str, notice_s: float) -> None:
         self._last = max(self._last, self._world.now) + notice_s
         self._packets.append(Packet(self._last, End(reason), 0))
         self._world.at(self._last, self._arrive)
 
-    def cut(self, reason: str, notice_s: float, *, lose_all: bool = False) -> list[Any]:
-        """End the pipe and lose what is in flight, all of it or from a random point on. Return what was lost."""
+    def drop_unsent(self) -> int:
+        """Drop what has not left the server yet. Return how many items that are."""
+        return 0 if self.line is None else self.line.forget(self)
+
+    def cut(self, reason: str, notice_s: float, *, lose_all: bool = False) -> int:
+        """End the pipe and lose what is in flight, all of it or from a random point on. Return how much was lost."""
         if self.ended:
-            return []
-        items = self.in_flight
-        kept = 0 if lose_all else self._world.random.randint(0, len(items))
-        lost = items[kept:]
+            return 0
+        in_flight = sum(len(packet.items) for packet in self._packets)
+        kept = 0 if lose_all else self._world.random.randint(0, in_flight)
+        lost = in_flight - kept + self.drop_unsent()
         for packet in self._packets:
             del packet.items[kept:]  # an empty packet arrives, too: one scheduled arrival belongs to each
             kept = max(0, kept - len(packet.items))
@@ -146,14 +225,10 @@ class Pipe:
         if self.ended:
             return
         self.ended = True
+        self.drop_unsent()
         for packet in self._packets:  # they arrive all the same, empty: one scheduled arrival belongs to each
             packet.items.clear()
         self._receive(Packet(self._world.now, End(reason), 0))
-
-    @property
-    def in_flight(self) -> list[Any]:
-        """The items under way, oldest first."""
-        return [item for packet in self._packets for item in packet.items]
 
 
 class Connection:
@@ -193,6 +268,10 @@ class Endpoint(Protocol):
 
     id: str
     up: bool
+
+    def line_to(self, process: str) -> Line | None:
+        """Return the line over which what it sends to a process leaves; None: nothing limits it."""
+        ...
 
     def accept(self, connection: Connection) -> None:
         """Take a new connection: greet the client over it."""
@@ -296,7 +375,10 @@ class Network:
             world, self._delays_of(process, server.id), lambda packet: server.receive(connection, packet)
         )
         connection.to_client = Pipe(
-            world, self._delays_of(process, server.id), lambda packet: receive(connection, packet)
+            world,
+            self._delays_of(process, server.id),
+            lambda packet: receive(connection, packet),
+            server.line_to(process),
         )
         self._set_rate(connection)
         for partition in self._partitions:
@@ -323,11 +405,9 @@ class Network:
         client among its subscribers.
         """
         random = self._world.random
-        lost = [
-            *connection.to_server.cut("connection lost", notice_s_max * random.random(), lose_all=lose_all),
-            *connection.to_client.cut("connection lost", notice_s_max * random.random(), lose_all=lose_all),
-        ]
-        text = f"the connection is lost, with {len(lost)} items in flight"
+        lost = connection.to_server.cut("connection lost", notice_s_max * random.random(), lose_all=lose_all)
+        lost += connection.to_client.cut("connection lost", notice_s_max * random.random(), lose_all=lose_all)
+        text = f"the connection is lost, with {lost} items in flight"
         self._world.trace.add((self._world.now, "fault", connection.process, connection.server, None, None, text))
 
     def calm(self) -> None:

@@ -17,7 +17,7 @@ from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth.protocol.fence import evaluate, unfenced
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
-from dynamoth_sim.world.network import Connection, End, Packet
+from dynamoth_sim.world.network import Connection, End, Line, Packet
 from dynamoth_sim.world.redis_keys import KeySpace, Snapshot, UnknownCommand
 from dynamoth_sim.world.world import World
 
@@ -89,6 +89,8 @@ class RedisServer:
         self.refuse: Refusal | None = None
         #: How far its clock is ahead, by which keys expire.
         self.clock_ahead_s = 0.0
+        #: What it sends leaves over this, if that is limited.
+        self._line: Line | None = None
         self._connections: dict[int, Connection] = {}
         self._channels: dict[bytes, dict[Connection, None]] = {}
         self._patterns: dict[bytes, dict[Connection, None]] = {}
@@ -106,6 +108,7 @@ class RedisServer:
         self.role = "master"
         self._started = world.now
         self.input_bytes = 0
+        #: What has left: Redis counts what the socket takes.
         self.output_bytes = 0
         self.commands = 0
         #: Messages sent to subscribers since the start, and the CPU that each costs.
@@ -171,6 +174,17 @@ class RedisServer:
 
     # Connections.
 
+    def limit(self, bytes_per_s: float) -> None:
+        """Limit what it can send, on new connections together, but for its agent's: that is on the same machine."""
+        self._line = Line(self._world, bytes_per_s, self._sent)
+
+    def _sent(self, size: int) -> None:
+        self.output_bytes += size
+
+    def line_to(self, process: str) -> Line | None:
+        """Return the line over which what it sends to a process leaves; None: nothing limits it."""
+        return None if process == f"agent-{self.id}" else self._line
+
     def accept(self, connection: Connection) -> None:
         """Greet a new client."""
         self._connections[connection.id] = connection
@@ -183,6 +197,7 @@ class RedisServer:
         for item in packet.items:
             if type(item) is End:
                 self._forget(connection)
+                connection.to_client.drop_unsent()
                 connection.to_client.end("closed")
                 return
             args, tag = item
@@ -212,8 +227,9 @@ class RedisServer:
             del table[name]
 
     def _push(self, connection: Connection, message: list[Any], size: int) -> None:
-        self.output_bytes += size
         self.pushes += 1
+        if connection.to_client.line is None:
+            self.output_bytes += size
         connection.unread_bytes += size
         connection.to_client.send(message, size)
         if connection.unread_bytes > self.output_buffer_bytes_max and connection.id in self._connections:
@@ -262,7 +278,8 @@ class RedisServer:
 
     def _reply(self, connection: Connection, tag: Any, value: Any) -> None:
         size = _reply_bytes(value)
-        self.output_bytes += size
+        if tag is None or connection.to_client.line is None:
+            self.output_bytes += size
         if tag is not None:
             connection.unread_bytes += size
             connection.to_client.send(Reply(tag, value), size)
