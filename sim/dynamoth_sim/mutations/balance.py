@@ -80,7 +80,7 @@ def only_what_was_sent_counts() -> AbstractContextManager[None]:
 
 def changes_settle_first() -> AbstractContextManager[None]:
     """No plan is made while changes are under way, also for an overloaded server."""
-    return replaced(Decider, _relieve=returning(None))
+    return replaced(Decider, _decide_urgently=returning(None))
 
 
 CHECKS = (
