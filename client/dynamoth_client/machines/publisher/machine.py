@@ -198,7 +198,7 @@ class PublisherMachine:
             actions += self._answers.on_untrusted(event.link, now)
         discard_failed(server, now)
         if event.link not in self._plan.servers and event.link != ALONE and not server.waiting:
-            server.left = True  # it was removed: nothing goes there any more
+            server.unlisted = True  # it was removed: nothing goes there any more
             actions.append(Disconnect(event.link))
         return actions
 

@@ -88,7 +88,7 @@ class PublisherServer:
     #: Why the link is down, in words for the application.
     reason: str = "not connected yet: check that it is up and can be reached"
     #: The link was closed, as the plan did not list the server any more.
-    left: bool = False
+    unlisted: bool = False
     #: We do not connect there: it is not trusted with our credentials. Messages to it fail at once.
     refused: bool = False
     #: Channels whose messages failed so, to be looked up at another server.
@@ -164,10 +164,10 @@ class Servers(dict[str, PublisherServer]):
     def open(self, server_id: str, now: float) -> tuple[PublisherServer, list[PublisherAction]]:
         """Return a server, and the action that opens the link to it if there is none."""
         server = self.get(server_id)
-        if server is not None and not server.left:
+        if server is not None and not server.unlisted:
             return server, []
         if server is not None:  # a new cluster lists it again
-            server.left = False
+            server.unlisted = False
             return server, [Connect(server_id, self._plan.servers[server_id].url)]
         outbox = Outbox(server_id, self._unanswered_max)
         server = self[server_id] = PublisherServer(server_id, outbox, down_since=now)
