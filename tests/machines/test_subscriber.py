@@ -434,6 +434,19 @@ def test_a_route_that_the_plan_has_lost_is_given_up_when_an_agent_tells_of_it() 
     assert listener.plan.route(C) == Route(0, single("s1"))
 
 
+def test_a_subscription_that_is_not_confirmed_verifies_again_when_an_agent_tells_of_a_new_plan() -> None:
+    """Its server was away and has just stored the plan; nothing is missed before the confirmation."""
+    listener = Listener()
+    listener.subscribe(C)
+    verifying = listener.up("s1")
+    again = listener.push("s1", C, control(LossNotice(C, None)))
+    assert gaps(again) == []
+    assert [send.args[0] for send in only(Send, again)] == [b"HMGET"]
+    listener.verify(verifying, PLAN_0)
+    listener.verify(again, SETTLED)
+    assert listener.plan.route(C) == TO_S2
+
+
 def test_a_connection_lost_while_a_forged_notice_was_followed_is_reported() -> None:
     listener = Listener().confirmed()
     listener.learn(Route(99, single("s2")))

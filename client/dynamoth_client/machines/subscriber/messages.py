@@ -195,9 +195,10 @@ class ChannelMessages(Part):
         match message:
             case RouteNotice(channel, route) if channel == subscription.channel:
                 return self._routing.on_route_notice(subscription, link, route, now)
-            case LossNotice(channel, lost) if channel == subscription.channel and subscription.state is not _JOINING:
+            case LossNotice(channel, lost) if channel == subscription.channel:
                 gap = GapDetected(channel, None, lost, "the agent of a server could not forward messages")
-                return [gap] if lost is not None else [gap, *self._routing.verify_all(subscription)]
+                gaps: list[SubscriberAction] = [] if subscription.state is _JOINING else [gap]
+                return gaps if lost is not None else [*gaps, *self._routing.verify_all(subscription)]
             case _:
                 self._counters["unexpected_messages"] += 1
                 return []
