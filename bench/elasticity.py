@@ -8,16 +8,16 @@ paper, which hold 1,000 players. One server runs at first. The balancer asks for
 
 What is compared
     Server-seconds, from the moment a server is asked for until it is freed, against the best fixed number of servers in
-    hindsight. That number is at least as large as what is due at the peak, divided by what one server can send: no
-    fixed fleet, however well balanced, can do with fewer. So the ratio that is shown is the worst one that is possible.
+    hindsight. That number is at least the demand at the peak, divided by what one server can send: no fixed fleet,
+    however well balanced, can do with fewer. So the ratio that is shown is the worst one that is possible.
     ``--fixed N`` runs the same game on N servers that stay.
 
-What is due
-    The bytes that the players' updates make, to everybody in a tile. Players take the same paths in every run, so it is
-    computed from these. What servers have sent would not do: one that is full sends no more than it can.
+Demand
+    The bytes that servers must send so that everybody in a tile gets all updates of everybody there. Players take the
+    same paths in every run, so it is computed from these. It is not measured, as a full server sends less.
 
 How quickly servers follow
-    The longest time in which what was due was above the load ratio at which the balancer asks for more, for all servers
+    The longest time in which the demand was above the load ratio at which the balancer asks for more, for all servers
     together; and the longest in which servers were kept although one fewer would have had little enough for a release.
 """
 
@@ -180,7 +180,7 @@ class Outcome:
 
 
 def judge(moments: Sequence[Moment], setting: Setting, bytes_due: Sequence[float]) -> Outcome:
-    """Compare the servers that there were with those that were needed, for ``bytes_due`` in each second."""
+    """Compare the servers that there were with those that were needed, for a demand of ``bytes_due`` in each second."""
     times_s = [moments[0].at_s, *(later.at_s - earlier.at_s for earlier, later in pairwise(moments))]
     # In parts of what one server can send.
     due = [each / (setting.bytes_per_s_max * USABLE_RATIO) for each in bytes_due]

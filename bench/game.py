@@ -147,7 +147,7 @@ class AddWhenLoaded:
         return True
 
 
-# What is due.
+# Demand.
 
 
 def deliveries_due(world: GameWorld, schedule: Schedule, seed: int) -> list[Mapping[bytes, float]]:

@@ -1,6 +1,6 @@
 """Experiment 2 of the Dynamoth paper (section V-D, figures 5 and 6): how many players of RGame the servers hold.
 
-Run as root with ``python -m bench.scalability``; ``--help`` tells the rest. It takes about eleven minutes. Players
+Run as root with ``python -m bench.scalability``; ``--help`` tells the rest. It takes about nine minutes. Players
 join all the time; each publishes 3 updates per second. Three systems carry the same game, one after the other:
 
 dynamoth
@@ -25,8 +25,8 @@ How it is scaled down for two processor cores
     ten seconds. The paper gives neither.
 
 What is possible
-    ``most possible`` is the number of players at which what is due (see ``bench.elasticity``) fills all servers. No
-    system can hold more, however well it balances.
+    ``most possible`` is the number of players whose demand (see ``bench.elasticity``) fills all servers. No system can
+    hold more, however well it balances.
 
 The latency of a wide area network is added to a response time when a message arrives, by the paper's rule: two samples
 for a message from client to client. Results are shown without and with it. ``bench.game`` has the distribution.
@@ -90,7 +90,7 @@ class Setting:
         return GamePlan(world=world, payload_bytes=self.payload_bytes, schedule=self.schedule, seed=seed)
 
     def most_possible(self, seed: int) -> int:
-        """Return with how many players what is due fills all servers together."""
+        """Return how many players have a demand that fills all servers together."""
         due = [sum(second.values()) for second in self.plan(seed).bytes_due()]
         most = self.servers * self.bytes_per_s_max * USABLE_RATIO
         seconds = range(len(due))

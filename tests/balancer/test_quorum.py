@@ -26,6 +26,16 @@ def _without_most() -> tuple[SimCluster, Balancer]:
     return cluster, balancer
 
 
+def _taken_over() -> tuple[SimCluster, Balancer]:
+    """Return this cluster with a balancer that has taken over."""
+    cluster, balancer = _without_most()
+    cluster.kill(balancer)
+    other = cluster.start(TAKING_OVER)
+    cluster.run_until(lambda: _leads(other))
+    cluster.run(3)
+    return cluster, other
+
+
 def _leads(balancer: Balancer) -> bool:
     return balancer.machine.stage is Stage.LEADING
 
@@ -47,11 +57,7 @@ def test_without_most_servers_a_balancer_changes_nothing_and_says_what_can_be_do
 
 
 def test_a_balancer_that_takes_over_gives_everything_to_the_living_servers() -> None:
-    cluster, balancer = _without_most()
-    cluster.kill(balancer)
-    other = cluster.start(TAKING_OVER)
-    cluster.run_until(lambda: _leads(other))
-    cluster.run(3)
+    _, other = _taken_over()
     assert other.plan.servers_in_use == {"s1"}
     assert not other.machine.transitions
     assert "does not count s2, s3" in _problem(other, "servers_given_up")
@@ -60,11 +66,7 @@ def test_a_balancer_that_takes_over_gives_everything_to_the_living_servers() -> 
 
 
 def test_lost_servers_are_removed_and_then_a_balancer_leads_without_taking_over() -> None:
-    cluster, balancer = _without_most()
-    cluster.kill(balancer)
-    other = cluster.start(TAKING_OVER)
-    cluster.run_until(lambda: _leads(other))
-    cluster.run(3)
+    cluster, other = _taken_over()
     for server in ("s2", "s3"):
         for action in ("drain", "remove"):
             assert cluster.ask("server", {"action": action, "server": server}).error is None
@@ -76,11 +78,7 @@ def test_lost_servers_are_removed_and_then_a_balancer_leads_without_taking_over(
 
 
 def test_servers_that_come_back_count_again_and_get_the_plan() -> None:
-    cluster, balancer = _without_most()
-    cluster.kill(balancer)
-    other = cluster.start(TAKING_OVER)
-    cluster.run_until(lambda: _leads(other))
-    cluster.run(3)
+    cluster, other = _taken_over()
     cluster.start_server("s2")
     cluster.run(10)
     assert not any(each.kind == "servers_given_up" for each in other.machine.health.problems)

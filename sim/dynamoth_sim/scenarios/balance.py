@@ -258,7 +258,7 @@ BEHIND_S_MAX = 1.0
 
 
 def full(stage: Stage) -> None:
-    """Case 125. The network of s1 sends half of what is due: s1 is relieved, and its subscribers catch up.
+    """Case 125. The network of s1 sends half of the demand: s1 is relieved, and its subscribers catch up.
 
     Two thirds of the load come first. Their moves take long, as subscribers read of them behind all that waits there.
     Nothing is lost: buffers have room for what waits, and subscribers wait for as long as they are behind.
@@ -275,7 +275,7 @@ def full(stage: Stage) -> None:
     _publish_in_turn(stage, publisher, channels, RELIEVED_S)
     entries = [stage.entry(channel) for channel in channels]
     left = sum(each.phase is not Phase.SETTLED or each.route.assignment == single("s1") for each in entries)
-    stage.expect(f"what is due makes load ratio {HIGH_RATIO}, not {left / 10}", left / 10 <= HIGH_RATIO)
+    stage.expect(f"the demand makes load ratio {HIGH_RATIO}, not {left / 10}", left / 10 <= HIGH_RATIO)
     read = {(record.channel, (record.data or b"").rstrip(b"_")) for record in stage.records("DELIVERS")}
     begun = (record for record in stage.records("begins to publish") if (record.channel, record.data) not in read)
     behind_s = stage.world.now - min((record.at for record in begun), default=stage.world.now)
