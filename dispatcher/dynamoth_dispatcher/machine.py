@@ -318,8 +318,8 @@ class DispatcherMachine:
         return not known.issuperset(self._elsewhere(name, after))
 
     def _here(self, name: bytes, entry: Entry) -> set[Location]:
-        places = (place for route in entry.live_routes for place in route.locations(name))
-        return {place for place in places if place.server == self.server}
+        routes = [route for route in entry.live_routes if self.server in route.assignment.servers]
+        return {place for route in routes for place in route.locations(name) if place.server == self.server}
 
     def _report_loss(self, name: bytes, locations: Iterable[Location]) -> list[DispatcherAction]:
         notice = seal_control(LossNotice(name, None))

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamoth.errors import PlanError
 from dynamoth.names import replica_channel
@@ -87,9 +87,8 @@ def single(server: str) -> Assignment:
     return Assignment(Mode.SINGLE, (server,))
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
-    """The place of a channel: a physical channel name at a server."""
+class Location(NamedTuple):
+    """The place of a channel: a physical channel name at a server. A tuple, as many are made and compared."""
 
     server: str
     physical: bytes
@@ -104,9 +103,11 @@ class Route:
 
     def locations(self, channel: bytes) -> tuple[Location, ...]:
         """Return the places of ``channel`` for those who follow this route."""
-        mode = self.assignment.mode
-        physical = channel if mode is Mode.SINGLE else replica_channel(channel, self.epoch)
-        return tuple(Location(server, physical) for server in self.assignment.servers)
+        servers = self.assignment.servers
+        if self.assignment.mode is Mode.SINGLE:
+            return (Location(servers[0], channel),)
+        physical = replica_channel(channel, self.epoch)
+        return tuple(Location(server, physical) for server in servers)
 
     def published_at(self, publisher: int, channel: bytes) -> tuple[Location, ...]:
         """Return where a publisher, or a forwarder for it, sends a message: all locations of ALL_PUBLISHERS, else one.

@@ -7,6 +7,7 @@ The administration is a map, and a writer keeps what it does not know.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,9 @@ TEXT_MAX = 2000
 """Characters of the id or the URL of a server."""
 
 MODE_MAX = max(Mode)
+
+ENTRIES_KEPT = 8192
+"""Stored entries that need not be read again."""
 
 
 def route_to_wire(route: Route) -> list[Any]:
@@ -151,6 +155,7 @@ def pack_entry(entry: Entry) -> bytes:
     return pack(entry_to_wire(entry))
 
 
+@lru_cache(maxsize=ENTRIES_KEPT)
 def unpack_entry(data: bytes) -> Entry:
-    """Read a stored entry. Raises MalformedMessage."""
+    """Read a stored entry. Raises MalformedMessage. Every server stores the same: the newest are read once."""
     return entry_from_wire(unpack(data))
