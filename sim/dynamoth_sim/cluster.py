@@ -492,7 +492,7 @@ class Cluster:
         balancer = self.balancer.machine
         if not isinstance(balancer, BalancerMachine):
             return None
-        channels, slots = balancer.channels_left(server, self.world.now), balancer.slots_left(server)
+        channels, slots = balancer.overview.channels_left(server, self.world.now), balancer.overview.slots_left(server)
         return None if channels is None or slots is None else channels + slots
 
     def unsettled(self) -> list[str]:

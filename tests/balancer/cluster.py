@@ -23,7 +23,8 @@ from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, un
 from dynamoth.protocol.records import RecordedRows, unpack_rows
 from dynamoth.protocol.stored_plan import parse_whole, write_whole
 from dynamoth_balancer.events import Decided, Note, PlanChanged, Stopped
-from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.install.leadership import Stage
+from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_sim.world.network import Delays, Network
 from dynamoth_sim.world.process import Process
@@ -333,7 +334,7 @@ class SimCluster:
         if after.version > before.version:
             for channel in before.entries.keys() - after.entries.keys():
                 assert after.entry(channel).may_follow(before.entries[channel]), f"{channel!r} is missing"
-        installers = [balancer.machine._installer for balancer in self.balancers]  # pyright: ignore[reportPrivateUsage]
+        installers = [balancer.machine.leadership.installer for balancer in self.balancers]
         dead = frozenset(server for each in installers if each is not None for server in each.dead)
         for channel, entry in after.entries.items():
             old = before.entries.get(channel)

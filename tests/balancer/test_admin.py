@@ -202,7 +202,7 @@ def test_answers_that_are_remembered_are_bounded() -> None:
     for request in (0, 9):
         cluster.admin("s1", "status", request=request)
     cluster.run()
-    counters = balancer.machine.all_counters()
+    counters = balancer.machine.overview.all_counters()
     assert (counters["requests"], counters["requests_repeated"]) == (11, 1)
 
 
@@ -221,7 +221,7 @@ def test_reports_that_nobody_measured_are_counted_and_ignored() -> None:
     for fields in wrong:
         cluster.say("s1", pack_report(replace(report, **fields)))
     cluster.run()
-    assert balancer.machine.all_counters()["reports_implausible"] == 3
+    assert balancer.machine.overview.all_counters()["reports_implausible"] == 3
 
 
 _scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | st.text()
@@ -256,9 +256,9 @@ def _sealed(server: str) -> st.SearchStrategy[bytes]:
 @given(st.lists(_sealed("s1"), min_size=1, max_size=30))
 def test_nothing_that_anybody_sends_stops_the_balancer(messages: list[bytes]) -> None:
     cluster, balancer = started()
-    before = sum(balancer.machine.all_counters().values())
+    before = sum(balancer.machine.overview.all_counters().values())
     for message in messages:
         balancer.process.handle(Pushed("s1", [[b"message", BALANCER_CHANNEL, message]]))
-    assert sum(balancer.machine.all_counters().values()) >= before
+    assert sum(balancer.machine.overview.all_counters().values()) >= before
     cluster.run(3)
     assert cluster.ask("status", server="s2").error is None

@@ -42,9 +42,9 @@ def test_nothing_begins_where_two_processes_speak_for_one_server_and_its_load_is
     channel = next(b"%d" % n for n in range(100) if balancer.plan.ring.home(b"%d" % n) == "s2")
     move_there = {"channel": channel, "to": "s1"}
     assert "several processes speak as the agent of server s1" in cluster.refusal("move", move_there)
-    assert (balancer.machine.load_ratio("s1", cluster.now) or 0.0) < 1.0
+    assert (balancer.machine.overview.load_ratio("s1", cluster.now) or 0.0) < 1.0
     assert "agents_in_conflict" in kinds(balancer, "s1") and not kinds(balancer, "s2")
-    assert balancer.machine.figures(cluster.now)["agents_in_conflict"] == 1
+    assert balancer.machine.overview.figures(cluster.now)["agents_in_conflict"] == 1
     cluster.run(6)
     assert not kinds(balancer, "s1"), "the forger is silent"
 

@@ -87,9 +87,9 @@ def test_what_a_restarted_agent_measures_is_not_mixed_with_what_was_before() -> 
     cluster.follow.update(dict.fromkeys(cluster.follow, 0))
     cluster.agents["s1"].restart()
     cluster.run(1)
-    assert balancer.machine.load_ratio("s1", cluster.now) is None, "its predecessor may still be alive"
+    assert balancer.machine.overview.load_ratio("s1", cluster.now) is None, "its predecessor may still be alive"
     cluster.run(2)
-    assert balancer.machine.load_ratio("s1", cluster.now) == 0.0
+    assert balancer.machine.overview.load_ratio("s1", cluster.now) == 0.0
 
 
 def test_no_plan_is_made_while_one_is_being_installed() -> None:
@@ -118,7 +118,7 @@ def test_an_overloaded_server_is_relieved_further_while_its_moves_take_long() ->
             times.append(cluster.now)
     moved = [channel for channel, _, _ in _moves(balancer)]
     assert len(set(moved)) == len(moved) == 4, "until its load ratio is 0.8"
-    assert balancer.machine.transitions == 4, "all of them are under way"
+    assert balancer.machine.overview.transitions == 4, "all of them are under way"
     assert all(later - earlier >= 3.0 for earlier, later in pairwise(times))
 
 
@@ -132,7 +132,7 @@ def test_a_server_may_join_while_an_overloaded_one_is_relieved() -> None:
     cluster.add_server("s4")
     assert cluster.ask("server", {"action": "add", "server": "s4", "url": "redis://s4"}).error is None
     assert "s4" in balancer.plan.servers
-    assert balancer.machine.transitions
+    assert balancer.machine.overview.transitions
 
 
 def test_a_transition_that_is_stuck_does_not_stop_all_decisions() -> None:

@@ -364,7 +364,7 @@ def test_channels_that_reports_do_not_name_count_too() -> None:
         crowded = replace(report, rest=replace(report.rest, channels=5, **users))
         cluster.say(DRAINED, pack_report(crowded))
         cluster.run()
-        assert balancer.machine.channels_left(DRAINED, cluster.now) == left
+        assert balancer.machine.overview.channels_left(DRAINED, cluster.now) == left
 
 
 def test_what_is_left_is_not_known_while_the_agent_is_silent() -> None:

@@ -45,16 +45,16 @@ def test_slots_and_channels_of_a_dead_server_are_shared_among_the_others() -> No
         assert cluster.ask("replicate", {"channel": channel, "mode": mode, "servers": named}).error is None
     cluster.stop_server("s1")
     cluster.run(OPTIONS.server_dead_s - 0.5)
-    assert not balancer.machine.transitions
+    assert not balancer.machine.overview.transitions
     cluster.run(2.0)
     plan = balancer.plan
     assert "s1" not in plan.servers_in_use
     assert plan.entry(replicated[0]).route.assignment == Assignment(Mode.ALL_PUBLISHERS, ("s3", "s4"))
     assert plan.entry(kept[0]).route.assignment == single("s2")
     assert {entry.phase for entry in plan.entries.values()} == {Phase.SETTLED}
-    slots = balancer.machine.slots_left("s1")
+    slots = balancer.machine.overview.slots_left("s1")
     assert slots == 0
-    installer = balancer.machine._installer  # pyright: ignore[reportPrivateUsage]
+    installer = balancer.machine.leadership.installer
     assert installer is not None
     shares = {server: len(slots) for server, slots in installer.index.slots_at.items()}
     assert sum(shares.values()) == SLOTS
@@ -69,7 +69,7 @@ def test_with_half_of_the_servers_dead_nothing_changes() -> None:
     cluster.stop_server("s1")
     cluster.run(3 * OPTIONS.server_dead_s)
     assert balancer.plan.version == version
-    assert not balancer.machine.transitions
+    assert not balancer.machine.overview.transitions
 
 
 def test_the_lease_is_renewed_before_anything_that_takes_long() -> None:

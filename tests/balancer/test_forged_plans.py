@@ -11,7 +11,7 @@ import pytest
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, Route, Server, single
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, started
 
 EVIL = Server("evil", "redis://evil.example.org")
@@ -110,7 +110,7 @@ def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balance
     forge(cluster, forgery, "s3")
     check_right(cluster, balancer, good)
     assert reported(balancer)
-    assert balancer.machine.all_counters()["copies_conflicting"] == 1
+    assert balancer.machine.overview.all_counters()["copies_conflicting"] == 1
 
 
 def test_the_entries_of_a_large_plan_are_looked_at_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_the_entries_of_a_large_plan_are_looked_at_by_turns(monkeypatch: pytest.
         elsewhere = replace(entry, route=Route(entry.route.epoch, single("s2")))
         forge(cluster, partial(with_entry, channel, elsewhere), "s3")
         cluster.run_until(lambda: cluster.servers["s3"].plan == balancer.plan)
-    assert balancer.machine.all_counters()["copies_conflicting"] == 3
+    assert balancer.machine.overview.all_counters()["copies_conflicting"] == 3
 
 
 def test_a_plan_that_is_right_is_not_written_again() -> None:
@@ -165,7 +165,7 @@ def test_a_balancer_starts_in_spite_of_a_forged_copy_and_repairs_it(forgery: For
     second = check_restart(lambda cluster: forge(cluster, forgery, at))
     if forgery is not with_other_url:  # which may as well be an older configuration
         assert reported(second)
-        assert second.machine.all_counters()["copies_conflicting"] >= 1
+        assert second.machine.overview.all_counters()["copies_conflicting"] >= 1
 
 
 def test_the_servers_of_the_plan_are_those_that_most_copies_of_its_newest_version_list() -> None:

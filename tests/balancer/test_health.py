@@ -9,7 +9,7 @@ import pytest
 from dynamoth.machine.events import Tick
 from dynamoth.plan.plan import Plan, Server
 from dynamoth_balancer.admin.health import Found, Health, Problem, Severity, with_cure
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, refusing
 from tests.balancer.traffic import CAPACITY

@@ -57,7 +57,7 @@ def test_a_hot_channel_is_spread_once_and_folded_back_when_it_has_cooled_down(tr
     [spread] = _changes(balancer)
     assert (spread.mode, len(spread.servers)) == (mode, 3)
     share = traffic.outgoing_bytes_per_s / 3 / CAPACITY
-    ratios = {id_: balancer.machine.load_ratio(id_, cluster.now) for id_ in cluster.servers}
+    ratios = {id_: balancer.machine.overview.load_ratio(id_, cluster.now) for id_ in cluster.servers}
     assert ratios == pytest.approx({id_: share if id_ in spread.servers else 0.0 for id_ in ratios}, abs=0.02)
     cluster.traffic[HOT] = replace(traffic, message_bytes=5)
     cluster.run_until(lambda: _settled_as(balancer, Mode.SINGLE))

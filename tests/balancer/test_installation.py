@@ -12,7 +12,7 @@ from dynamoth.plan.plan import Assignment, Entry, Mode, Phase, Plan, Route, sing
 from dynamoth.plan.slots import slot_of
 from dynamoth.protocol.control import PlanAck, PlanChange, PlanQuery, Vacated
 from dynamoth.protocol.stored_plan import VERSION_FIELD
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, refusing, started
 
 CHANNEL = b"news"
@@ -271,7 +271,7 @@ def test_a_server_that_is_down_is_not_chosen_and_a_transition_waits_for_it() -> 
     move = {"channel": CHANNEL, "to": target}
     assert f"server {target} is not connected" in cluster.refusal("move", move, source)
     cluster.heal(balancer, target)
-    cluster.run_until(lambda: balancer.machine.status(cluster.now)["servers"][target]["link"] == "up")
+    cluster.run_until(lambda: balancer.machine.overview.status(cluster.now)["servers"][target]["link"] == "up")
     begin(cluster, balancer, listened=True)
     cluster.run_until(lambda: phase_of(balancer) is Phase.ACTIVE)
     cluster.cut(balancer, target)
@@ -308,7 +308,7 @@ def test_a_server_with_an_unexpected_version_is_written_as_a_whole(version: byte
     assert notes
     if version == b"4294967295":  # nothing can be above it, so none of ours has it
         assert any("cannot be ours" in note for note in notes)
-        assert balancer.machine.all_counters()["copies_conflicting"] == 1
+        assert balancer.machine.overview.all_counters()["copies_conflicting"] == 1
     assert cluster.servers["s1"].plan == cluster.servers["s2"].plan == balancer.plan
     assert any(args[0] == b"RENAME" for args in cluster.servers["s1"].executed)
 

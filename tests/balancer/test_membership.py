@@ -11,8 +11,8 @@ from dynamoth.machine.events import Connect, LinkUp, Send, Start
 from dynamoth.names import BALANCER_LEASE_KEY
 from dynamoth.plan.plan import Plan, Server, single
 from dynamoth.protocol.control import AdminReply
+from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.install.membership import LEAVE_TIMEOUT_S
-from dynamoth_balancer.machine import Stage
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_sim.world.process import Process
 from tests.balancer.cluster import SimCluster, refusing, started
@@ -131,9 +131,9 @@ def test_a_server_is_added_and_takes_slots() -> None:
     assert cluster.lease_holders()[3] is not None, "the lease is held there first"
     move = {"channel": b"c", "to": "s4"}
     assert "clients with patterns connect to it first" in cluster.refusal("move", move)
-    cluster.run_until(lambda: len(balancer.machine.server_figures(cluster.now)["slots_left"]) == 4)
+    cluster.run_until(lambda: len(balancer.machine.overview.server_figures(cluster.now)["slots_left"]) == 4)
     cluster.run_until(lambda: any(e.route.assignment == single("s4") for e in balancer.plan.entries.values()), 300)
-    assert balancer.machine.status(cluster.now)["servers"]["s4"]["link"] == "up"
+    assert balancer.machine.overview.status(cluster.now)["servers"]["s4"]["link"] == "up"
     assert _add(cluster, "s4").result["note"] == "it is in the plan already"
 
 
@@ -150,7 +150,7 @@ def test_a_server_that_is_drained_is_removed_and_learns_that_it_has_left() -> No
     assert cluster.lease_holders()[0] is None
     cluster.run(1)
     assert not cluster.network.connections(balancer.name, "s1"), "the balancer has left it"
-    assert "s1" not in balancer.machine.status(cluster.now)["servers"]
+    assert "s1" not in balancer.machine.overview.status(cluster.now)["servers"]
     assert _remove(cluster, "s1").result["note"] == "it was removed already"
     assert "the id s1 was used before" in (_add(cluster, "s1").error or "")
     moved = cluster.ask("move", {"channel": b"c", "to": "s3"}, server="s2").error

@@ -70,6 +70,6 @@ def test_neither_a_scrape_nor_a_status_goes_through_the_entries_of_the_plan() ->
     assert registry.get_sample_value("dynamoth_balancer_leading") == 1
     assert registry.get_sample_value("dynamoth_balancer_moves_settled_total") == 3
     assert registry.get_sample_value("dynamoth_balancer_replicated_channels") == 1
-    status = balancer.machine.status(cluster.now)
+    status = balancer.machine.overview.status(cluster.now)
     assert (status["entries"], status["replicated"]) == (2, 1)
     assert [entry["channel"] for entry in status["replicated_channels"]] == [b"b"]

@@ -10,7 +10,7 @@ from dynamoth.errors import ConfigError
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.plan import single
 from dynamoth.plan.slots import SLOTS
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, started
 
 OPTIONS = replace(NO_DECISIONS, server_dead_s=2.0)
@@ -59,7 +59,7 @@ def test_without_most_servers_a_balancer_changes_nothing_and_says_what_can_be_do
 def test_a_balancer_that_takes_over_gives_everything_to_the_living_servers() -> None:
     _, other = _taken_over()
     assert other.plan.servers_in_use == {"s1"}
-    assert not other.machine.transitions
+    assert not other.machine.overview.transitions
     assert "does not count s2, s3" in _problem(other, "servers_given_up")
     [channel] = other.at_home("s2")
     assert other.plan.entry(channel).route.assignment == single("s1")
@@ -118,7 +118,7 @@ def test_half_of_the_servers_are_not_enough_without_taking_over() -> None:
     later = cluster.start(TAKING_OVER)
     cluster.run_until(lambda: _leads(later))
     cluster.run(3)
-    installer = later.machine._installer  # pyright: ignore[reportPrivateUsage]
+    installer = later.machine.leadership.installer
     assert installer is not None and len(installer.index.slots_at["s1"]) == SLOTS
 
 

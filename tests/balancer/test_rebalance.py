@@ -9,7 +9,7 @@ import pytest
 
 from dynamoth_balancer.decide.cluster import Cluster, Move
 from dynamoth_balancer.decide.spread import Spread
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import Balancer, SimCluster, started
 from tests.balancer.traffic import CAPACITY
@@ -104,7 +104,7 @@ def test_rebalance_does_it_now_and_answers_when_it_has_settled() -> None:
     cluster.agents["s1"].listened.update(channels)
     cluster.admin("s1", "rebalance", {"timeout_s": 50.0}, request=4711)
     cluster.run(5)
-    assert [decided.number for decided in balancer.decided] == [1] and balancer.machine.transitions == 1
+    assert [decided.number for decided in balancer.decided] == [1] and balancer.machine.overview.transitions == 1
     assert not [reply for reply in cluster.servers["s1"].replies if reply.request == 4711]
     cluster.agents["s1"].listened.clear()
     cluster.run(5)

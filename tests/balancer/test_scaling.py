@@ -32,7 +32,7 @@ def balancer(stage: Stage) -> BalancerMachine:
 
 
 def status(stage: Stage) -> dict[str, Any]:
-    return dict(balancer(stage).status(stage.world.now))
+    return dict(balancer(stage).overview.status(stage.world.now))
 
 
 def ask(stage: Stage, command: str, **arguments: Any) -> str | None:
@@ -100,7 +100,7 @@ def test_a_paused_balancer_asks_for_no_server() -> None:
 
 def test_nobody_puts_a_channel_at_a_server_that_is_released() -> None:
     stage = staged(fleet=None)
-    installer = vars(balancer(stage))["_installer"]
+    installer = balancer(stage).leadership.leading_installer()
     installer.close(frozenset({"s2"}), frozenset())
 
     text = "server s2 takes no channels, as the load is low and it is being released: name another one"

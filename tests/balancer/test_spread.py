@@ -16,7 +16,7 @@ from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Decision, Goa
 from dynamoth_balancer.decide.drain import DrainSlots
 from dynamoth_balancer.decide.relieve import STUCK, Relieve, RelieveSlots
 from dynamoth_balancer.decide.spread import BEGIN_RATIO, Spread
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import started
 from tests.balancer.traffic import CAPACITY
@@ -183,6 +183,6 @@ def test_steps_follow_each_other_without_the_pause_between_two_plans() -> None:
     cluster, before = started(3, replace(options, draining=frozenset()))
     balancer = cluster.succeed(before, replace(options, draining=frozenset({"s1"})))
     cluster.run_until(lambda: balancer.machine.stage is Stage.LEADING)
-    cluster.run_until(lambda: balancer.machine.slots_left("s1") == 0, timeout_s=300)
+    cluster.run_until(lambda: balancer.machine.overview.slots_left("s1") == 0, timeout_s=300)
     assert len(balancer.decided) > 10, "in steps of 100"
     assert all(balancer.plan.entry(slot_name(slot)).route.assignment != single("s1") for slot in range(SLOTS))

@@ -12,7 +12,7 @@ from dynamoth.plan.administration import PINS_MAX, Administration
 from dynamoth.plan.plan import Mode, Plan, Server, single
 from dynamoth.plan.slots import slot_of
 from dynamoth_balancer.decide.pins import pinned_names
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import Balancer, SimCluster, started
 from tests.balancer.traffic import CAPACITY
@@ -52,7 +52,7 @@ def test_a_paused_balancer_is_paused_after_a_restart_until_it_is_resumed() -> No
     cluster.ask("resume")
     cluster.run(20)
     assert successor.decided[0].decision.moves[0].channel in channels
-    assert not restarted(cluster, successor).machine.paused
+    assert not restarted(cluster, successor).machine.overview.paused
 
 
 def test_a_pause_stops_drains_too() -> None:
@@ -138,7 +138,7 @@ def test_a_server_with_a_pinned_channel_is_drained_when_that_is_not_pinned_any_m
     cluster.ask("unpin", {"channel": channel})
     assert cluster.ask("server", drain).error is None
     cluster.run(120)
-    assert balancer.machine.slots_left("s1") == 0
+    assert balancer.machine.overview.slots_left("s1") == 0
 
 
 def test_a_pin_puts_a_replicated_channel_at_one_server() -> None:

@@ -13,7 +13,8 @@ from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY, TERM_KEY
 from dynamoth.plan.plan import JOIN_S, Plan, single
 from dynamoth_balancer.events import Shutdown, Stopped
 from dynamoth_balancer.install.contention import HEADERS_INTERVAL_S
-from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.install.leadership import Stage
+from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import Balancer, SimCluster, refusing, started, stored_hash
 
@@ -23,7 +24,7 @@ def _leads(balancer: Balancer) -> bool:
 
 
 def _stands_by(balancer: Balancer) -> bool:
-    return balancer.machine.stands_by
+    return balancer.machine.overview.stands_by
 
 
 def _messages(balancer: Balancer, level: str) -> list[str]:
@@ -64,11 +65,11 @@ def test_a_standby_with_an_old_list_of_servers_goes_by_that_of_the_plan() -> Non
     standby = cluster.start(BalancerOptions(standby=True), servers=["s1", "s2"])
     cluster.run(1)
     assert _leads(first) and _stands_by(standby)
-    assert standby.machine.server_figures(cluster.now)["load_ratio"].keys() == {"s1", "s2", "s3"}
+    assert standby.machine.overview.server_figures(cluster.now)["load_ratio"].keys() == {"s1", "s2", "s3"}
     cluster.add_server("s4")
     assert cluster.ask("server", {"action": "add", "server": "s4", "url": "redis://s4"}).error is None
     cluster.run(HEADERS_INTERVAL_S + 1)
-    assert "s4" in standby.machine.server_figures(cluster.now)["load_ratio"]
+    assert "s4" in standby.machine.overview.server_figures(cluster.now)["load_ratio"]
     cluster.kill(first)
     cluster.run_until(lambda: _leads(standby))
     assert set(standby.plan.servers) == {"s1", "s2", "s3", "s4"} and standby.machine.health.errors == []
@@ -312,7 +313,9 @@ def test_a_balancer_finds_the_servers_although_most_configured_ones_are_gone() -
     cluster, balancer = started(5, BalancerOptions())
     for id_ in ("s1", "s2"):
         assert cluster.ask("server", {"action": "drain", "server": id_}, server="s3").error is None
-    cluster.run_until(lambda: balancer.machine.slots_left("s1") == balancer.machine.slots_left("s2") == 0, 600)
+    cluster.run_until(
+        lambda: balancer.machine.overview.slots_left("s1") == balancer.machine.overview.slots_left("s2") == 0, 600
+    )
     cluster.run_until(lambda: cluster.is_quiet(balancer))
     for id_ in ("s1", "s2"):
         assert cluster.ask("server", {"action": "remove", "server": id_}, server="s3").error is None

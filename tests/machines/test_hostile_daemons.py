@@ -33,7 +33,7 @@ from dynamoth.protocol.control import AdminReply, AdminRequest, PlanChange, pack
 from dynamoth.protocol.envelope import CONTROL, FIRST, seal
 from dynamoth.protocol.plan_wire import unpack_entry
 from dynamoth_agent.machine import AgentMachine
-from dynamoth_balancer.machine import Stage
+from dynamoth_balancer.install.leadership import Stage
 from dynamoth_cli.admin import AdminMachine, Answered
 from dynamoth_client.machines.subscriber.events import SubscriptionConfirmed
 from dynamoth_lla.options import LoadAnalyzerOptions

@@ -160,8 +160,8 @@ class _ObedientMachine(BalancerMachine):
 
     def proposal(self, now: float) -> Decision | None:
         """Return the decision that it would make now; None where it is not time, or there is nothing to do."""
-        assert self._at_work is not None, "it leads"
-        made = self._decider.look(self._at_work, now)
+        installer = self.leadership.leading_installer()
+        made = self._decider.look(installer, now)
         return None if made is None else made.decision
 
     def carry_out(self, assignments: Mapping[bytes, Assignment], now: float) -> list[BalancerAction]:
@@ -309,7 +309,7 @@ class _Comparison:
             before = {server: ratios.before for server, ratios in move.ratios.items()} | before
         texts: list[str] = []
         for server, recorded in sorted(before.items()):
-            here = self._machine.load_ratio(server, self._cluster.now)
+            here = self._machine.overview.load_ratio(server, self._cluster.now)
             texts.append(f"{server} {'unknown' if here is None else f'{here:.3f}'} instead of {recorded:.3f}")
         return f"load ratio of {', '.join(texts)}" if texts else "the recording has no load ratios of it"
 

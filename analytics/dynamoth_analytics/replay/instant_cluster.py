@@ -22,7 +22,8 @@ from dynamoth.protocol.control import AdminRequest, PlanAck, Vacated, pack_contr
 from dynamoth.protocol.fence import evaluate
 from dynamoth.protocol.stored_plan import VERSION_FIELD, write_whole
 from dynamoth_balancer.events import BalancerAction, BalancerEvent, BalancerNews, ListServers, PlanChanged, Stopped
-from dynamoth_balancer.machine import BalancerMachine, Stage
+from dynamoth_balancer.install.leadership import Stage
+from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.provision.fleet import FreeServer, StartServer
 
 AGENT_SILENT_S = 3.0
@@ -142,7 +143,7 @@ class InstantCluster:
             due = self.machine.deadline()
             assert due is not None, "a balancer that leads has a deadline"
             has_more = due <= self._ticked_at  # the latest tick only renewed the lease
-            if tick_s and not self.machine.transitions and not has_more:
+            if tick_s and not self.machine.overview.transitions and not has_more:
                 due = max(due, self._ticked_at + tick_s)
             if self._later and self._later[0][0] <= min(due, time):
                 self._report_vacated(*heapq.heappop(self._later))

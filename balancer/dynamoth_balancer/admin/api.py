@@ -137,6 +137,7 @@ class Admin:
         installer: Callable[[], Installer],
         options: BalancerOptions,
         on_same_pause: Callable[[bool, float], None],
+        counters: Counter[str],
     ) -> None:
         self._commands = commands
         self._changes = changes
@@ -148,7 +149,7 @@ class Admin:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         #: The latest answers, oldest first, at most ``requests_max``.
         self._answered: OrderedDict[int, AdminReply] = OrderedDict()
-        self.counters: Counter[str] = Counter()
+        self._counters = counters
 
     def handle(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
         """Answer a request that came in at ``server``, now or when its change has settled."""
@@ -156,9 +157,9 @@ class Admin:
             pending.server = server
             return []
         if (answered := self._answered.get(request.request)) is not None:
-            self.counters["requests_repeated"] += 1
+            self._counters["requests_repeated"] += 1
             return [_send(server, answered)]
-        self.counters["requests"] += 1
+        self._counters["requests"] += 1
         try:
             if request.command in ANSWERED_LATER:
                 return [*self._begin(server, request, now), *self.tick(now)]
@@ -168,7 +169,7 @@ class Admin:
                 raise RequestRefused(f"command {request.command!r:.60} is not known; known are {known}")
             return [self._answer(server, AdminReply(request.request, command(request.arguments, now)))]
         except RequestRefused as error:
-            self.counters["requests_refused"] += 1
+            self._counters["requests_refused"] += 1
             return [self._answer(server, AdminReply(request.request, {}, str(error)))]
 
     def _begin(self, server: str, request: AdminRequest, now: float) -> list[InnerAction]:
@@ -207,7 +208,7 @@ class Admin:
         for number, pending in list(self._pending.items()):
             if (reply := pending.reply(now)) is not None:
                 del self._pending[number]
-                self.counters["requests_refused"] += reply.error is not None
+                self._counters["requests_refused"] += reply.error is not None
                 sends.append(self._answer(pending.server, reply))
         return sends
 

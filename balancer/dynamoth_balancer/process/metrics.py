@@ -72,18 +72,18 @@ def make_registry(machine: BalancerMachine, clock: Callable[[], float]) -> Colle
 
 
 def _collect(machine: BalancerMachine, now: float) -> Iterator[Metric]:
-    for name, figure in machine.figures(now).items():
+    for name, figure in machine.overview.figures(now).items():
         yield _FAMILIES.gauge(name, _GAUGES[name], figure)
-    by_server = machine.server_figures(now)
+    by_server = machine.overview.server_figures(now)
     for name, figures in by_server.items():
         known = {server: figure for server, figure in figures.items() if figure is not None}
         yield _FAMILIES.gauge_by("server", name, _GAUGES_BY_SERVER[name], known)
     used = GaugeMetricFamily("dynamoth_balancer_resource_ratio", _RESOURCE_RATIO, labels=["server", "resource"])
-    for labels, ratio in machine.resource_ratios(now).items():
+    for labels, ratio in machine.overview.resource_ratios(now).items():
         used.add_metric(labels, ratio)
     yield used
     yield from _of_problems(machine, by_server["agent_blind"].keys(), now)
-    yield from _FAMILIES.counters(_COUNTERS, machine.all_counters())
+    yield from _FAMILIES.counters(_COUNTERS, machine.overview.all_counters())
 
 
 def _of_problems(machine: BalancerMachine, servers: Collection[str], now: float) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from dynamoth.plan.plan import Mode, Server
 from dynamoth.plan.slots import is_slot
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_balancer.admin.changes import mode_name
+from dynamoth_balancer.admin.overview import PROBLEMS_SHOWN_MAX
 from dynamoth_balancer.decide.cluster import Decision, Move
 from dynamoth_balancer.events import (
     BalancerNews,
@@ -26,7 +27,8 @@ from dynamoth_balancer.events import (
     Shutdown,
     Stopped,
 )
-from dynamoth_balancer.machine import CONNECTED, PROBLEMS_SHOWN_MAX, BalancerMachine, Stage
+from dynamoth_balancer.install.leadership import Stage
+from dynamoth_balancer.machine import CONNECTED, BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.process.metrics import make_registry
 from dynamoth_balancer.process.provisioners import Provisioner
@@ -140,7 +142,7 @@ class _BalancerProcess(DaemonProcess[BalancerNews | ProvisionerRequest]):
                 # Connections that come and go are repeated, too.
                 write(_LEVELS[level], message, cause, limited=True if message == CONNECTED else None, **fields)
             case PlanChanged(plan, reason):
-                message, in_transition = "the plan has a new version", self._machine.transitions
+                message, in_transition = "the plan has a new version", self._machine.overview.transitions
                 write(logging.INFO, message, reason, plan_version=plan.version, in_transition=in_transition)
                 if self._provisioning is not None:
                     self._provisioning.adopt({server.id: server.url for server in plan.servers.values()})
@@ -159,7 +161,7 @@ class _BalancerProcess(DaemonProcess[BalancerNews | ProvisionerRequest]):
     def why_not_ready(self) -> str | None:
         """Return the errors of the cluster, or why the balancer does not lead."""
         errors = self._machine.health.errors
-        if not errors and self._machine.stage is not Stage.LEADING and not self._machine.stands_by:
+        if not errors and self._machine.stage is not Stage.LEADING and not self._machine.overview.stands_by:
             return f"the balancer is {self._machine.stage.value}, not leading: its log says why"
         now = self._loop.time()
         lines = [f"{each.subject}: {each.reason} ({each.kind}, for {now - each.since:.0f} s)" for each in errors]

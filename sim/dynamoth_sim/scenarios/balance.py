@@ -94,7 +94,7 @@ def _findings(stage: Stage) -> list[Finding]:
 def _load_ratios(stage: Stage) -> dict[str, float]:
     balancer = stage.cluster.balancer.machine
     assert isinstance(balancer, BalancerMachine), "it is at work"
-    ratios = {server: balancer.load_ratio(server, stage.world.now) for server in stage.cluster.servers}
+    ratios = {server: balancer.overview.load_ratio(server, stage.world.now) for server in stage.cluster.servers}
     return {server: ratio for server, ratio in ratios.items() if ratio is not None}
 
 

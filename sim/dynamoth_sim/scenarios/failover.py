@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
+from dynamoth_balancer.install.leadership import Stage as BalancerStage
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_sim.cluster import SERVER_DEAD_S
 from dynamoth_sim.load.clients import PublisherApp, SubscriberApp
 from dynamoth_sim.load.flood import Flood

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from dynamoth_agent.machine import AgentMachine
+from dynamoth_balancer.install.leadership import Stage as BalancerStage
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_sim.load.clients import PublisherApp
 from dynamoth_sim.scenarios.stage import PATIENCE_S, Scenario, SceneFailed, Stage
 from dynamoth_sim.world.process import Process
@@ -293,7 +293,7 @@ def _leads(process: Process) -> bool:
 def _servers(process: Process) -> list[str]:
     """Return the servers by which a balancer goes."""
     assert isinstance(process.machine, BalancerMachine)
-    return [*process.machine.status(0.0)["servers"]]
+    return [*process.machine.overview.status(0.0)["servers"]]
 
 
 SCENARIOS: dict[str, Scenario] = {

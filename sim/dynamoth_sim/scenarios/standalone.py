@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Phase, Plan, Server, single
+from dynamoth_balancer.install.leadership import Stage as BalancerStage
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_balancer.machine import Stage as BalancerStage
 from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_sim.scenarios.stage import Scenario, Stage
 from dynamoth_sim.world.process import Process
