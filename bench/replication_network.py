@@ -137,6 +137,14 @@ class Network:
         """Return the command line that runs ``command`` on a machine; the process id stays."""
         return [_tool("ip"), "netns", "exec", self.namespace(id_), *command]
 
+    def cut(self, id_: str) -> None:
+        """Pull the cable of a machine: nothing passes, and no connection is closed."""
+        _ip("link", "set", self._cables[id_], "down")
+
+    def mend(self, id_: str) -> None:
+        """Put the cable back."""
+        _ip("link", "set", self._cables[id_], "up")
+
     def dropped(self) -> int:
         """Return how many packets the machines' limits have dropped."""
         return sum(self._dropped(id_) for id_ in self.addresses)
@@ -265,6 +273,8 @@ class LimitedCluster:
         self.server_ids = [f"s{index + 1}" for index in range(servers)]
         self._undo = ExitStack()
         self._children: list[Child] = []
+        self._config_file: Path | None = None
+        self._balancer: Child | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -290,6 +300,12 @@ class LimitedCluster:
         return asyncio.run(ask_balancer(parse_cluster_url(self.url), command, arguments, timeout_s=REQUEST_TIMEOUT_S))
 
     @property
+    def balancer(self) -> Child:
+        """The balancer's process."""
+        assert self._balancer is not None, "the cluster has begun"
+        return self._balancer
+
+    @property
     def processes(self) -> dict[str, int]:
         """The ids of the processes, by name."""
         return {child.name: child.pid for child in self._children}
@@ -300,6 +316,19 @@ class LimitedCluster:
             if child.ended_by_itself:
                 raise child.failure()
 
+    def daemon(self, *arguments: str) -> list[str]:
+        """Return the command line of a daemon of this cluster."""
+        assert self._config_file is not None, "the cluster has begun"
+        return dynamoth_command(*arguments, "--config", str(self._config_file))
+
+    def run(self, name: str, command: list[str]) -> Child:
+        """Start a process that must not end before the cluster."""
+        child = Child(name, command, environment=environment_without_settings())
+        self._undo.callback(child.stop)
+        self._children.append(child)
+        child.start()
+        return child
+
     def _start(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="dynamoth-bench-"))
         self._undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -307,24 +336,17 @@ class LimitedCluster:
             self._network.add(id_)
         for id_ in self.server_ids:
             command = redis_command(self._network.addresses[id_], folder)
-            self._run(f"server {id_}", self._network.inside(id_, command))
+            self.run(f"server {id_}", self._network.inside(id_, command))
         self._wait(self._silent_server)
-        config_file = folder / "dynamoth.toml"
-        config_file.write_text(self._configuration())
-        with_config = ("--config", str(config_file))
+        self._config_file = folder / "dynamoth.toml"
+        self._config_file.write_text(self._configuration())
         for id_ in self.server_ids:
-            command = dynamoth_command("agent", *with_config, "--server", id_)
-            self._run(f"agent {id_}", self._network.inside(id_, command))
-        self._run("balancer", dynamoth_command("balancer", *with_config))
+            command = self.daemon("agent", "--server", id_)
+            self.run(f"agent {id_}", self._network.inside(id_, command))
+        self._balancer = self.run("balancer", self.daemon("balancer"))
         self._wait(self._not_at_work)
         if self._paused:
             self.ask_balancer("pause", {})
-
-    def _run(self, name: str, command: list[str]) -> None:
-        child = Child(name, command, environment=environment_without_settings())
-        self._undo.callback(child.stop)
-        self._children.append(child)
-        child.start()
 
     def _configuration(self) -> str:
         sections: dict[str, list[str]] = {}

@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+from redis.exceptions import ConnectionError, TimeoutError  # as redis-py names them
+
 from dynamoth_client.asyncio import PubSub, Redis, from_url
 
 INTERVAL_S = 0.02
@@ -28,8 +30,12 @@ async def _publish(client: Redis, name: str, channel: str, stopping: asyncio.Eve
     while not stopping.is_set():
         number += 1
         _say("published", channel, number)
-        await client.publish(channel, f"{name} {number}")
-        _say("publish_ended", channel, number)
+        has_failed = False
+        try:
+            await client.publish(channel, f"{name} {number}")
+        except (ConnectionError, TimeoutError):
+            has_failed = True
+        _say("publish_ended", channel, number, has_failed)
         await asyncio.sleep(INTERVAL_S)
 
 

@@ -7,23 +7,17 @@ balancer goes back, while clients of both versions publish and listen, and chann
 from __future__ import annotations
 
 import io
-import json
 import os
 import subprocess
-import sys
 import tarfile
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import pytest
 
-from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster, environment_without_settings
-from dynamoth_sim.audit import Audit, Totals
-from tests.whole.harness import PUBLISH_S_MAX, channels_at, move, until
+from tests.whole.harness import channels_at, move, until
+from tests.whole.programs import How, Programs
 
 EARLIER = "77085033475b5a2a9d95a40d0a12c8b9ff6b29c9"
 """It has slots, terms of balancers and ``dynamoth server drain``; it does not have failover, folding, slots in reports,
@@ -83,88 +77,10 @@ class MixedCluster(LocalCluster):
         until(lambda: not self.ask_balancer("status")["problems"], "the cluster is well", 0.1)
 
 
-class Clients:
-    """Programs with the client of each version, each of which publishes and listens, and the judgement of all."""
-
-    def __init__(self, url: str, channels: Sequence[bytes], earlier: str) -> None:
-        self._names = [channel.decode() for channel in channels]
-        self._events: dict[str, list[list[Any]]] = defaultdict(list)
-        #: The latest numbers: published by (program, channel), and delivered by (program, publisher, channel).
-        self._begun: dict[tuple[str, str], int] = {}
-        self._latest: dict[tuple[str, str, str], int] = {}
-        #: The programs that publish no more.
-        self._stopped: set[str] = set()
-        own = environment_without_settings()
-        versions = {"earlier": {**own, "PYTHONPATH": earlier}, "present": own}
-        program = [sys.executable, "-P", str(Path(__file__).with_name("audited_client.py")), url]
-        self._programs = {
-            name: Child(
-                f"the {name} client",
-                [*program, name, *self._names],
-                environment=environment,
-                on_line=lambda line, name=name: self._on_line(name, line),  # type: ignore[misc]
-            )
-            for name, environment in versions.items()
-        }
-
-    def __enter__(self) -> Self:
-        for program in self._programs.values():
-            program.start()
-        self.flow()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for program in self._programs.values():
-            program.stop()
-
-    def _on_line(self, name: str, line: str) -> None:
-        if not line.startswith("["):
-            return  # a log, which an error shows
-        event = json.loads(line)
-        self._events[name].append(event)
-        kind, channel, _, *values = event
-        if kind == "stopped":
-            self._stopped.add(name)
-        elif kind == "published":
-            self._begun[name, channel] = values[0]
-        elif kind == "delivered":
-            self._latest[name, values[0], channel] = values[1]
-
-    def _has_come(self, wanted: dict[tuple[str, str], int]) -> bool:
-        for program in self._programs.values():
-            if program.ended_by_itself:
-                raise program.failure()
-        return all(self._latest.get((name, *key), 0) >= wanted[key] for name in self._programs for key in wanted)
-
-    def flow(self) -> None:
-        """Wait until what each program publishes from now on comes to each."""
-        keys = [(name, channel) for name in self._programs for channel in self._names]
-        wanted = {key: self._begun.get(key, 0) + 1 for key in keys}
-        until(lambda: self._has_come(wanted), "messages flow between both versions")
-
-    def finish(self) -> Totals:
-        """Stop publishing, wait for what is under way, and judge."""
-        for program in self._programs.values():
-            program.ask_to_end()
-        until(lambda: self._stopped == self._programs.keys(), "publishers stop")
-        until(lambda: self._has_come(self._begun), "the last messages come")
-        audit = Audit(publish_s_max=PUBLISH_S_MAX)
-        merged = sorted(self._all_events(), key=lambda event: event[1][2])
-        for name, (kind, channel, at, *values) in merged:
-            if kind == "gap":
-                audit.gap(name, channel.encode(), None, None, at)
-            elif kind == "confirmed":
-                audit.confirmed(name, channel.encode(), at)
-            elif kind != "stopped":
-                getattr(audit, kind)(name, channel.encode(), *values, at)
-        violations = audit.finish(merged[-1][1][2])
-        assert not violations, "\n".join(map(str, violations[:10]))
-        return audit.totals
-
-    def _all_events(self) -> Iterator[tuple[str, list[Any]]]:
-        return ((name, event) for name, events in self._events.items() for event in events)
+def clients_of_both(url: str, channels: Sequence[bytes], earlier: str) -> Programs:
+    """Return a program with the client of each version."""
+    own = environment_without_settings()
+    return Programs(url, channels, {"earlier": How({**own, "PYTHONPATH": earlier}), "present": How(own)})
 
 
 def drain(cluster: LocalCluster, server: str) -> None:
@@ -176,7 +92,7 @@ def drain(cluster: LocalCluster, server: str) -> None:
 @pytest.mark.parametrize("first", ["agents", "balancer"])
 def test_both_versions_work_together_while_a_cluster_is_upgraded(first: str, earlier: str) -> None:
     [channel], [in_slot] = channels_at("s1", 1, servers=3), channels_at("s3", 1, servers=3)
-    with MixedCluster(3, earlier) as cluster, Clients(cluster.url, [channel, in_slot], earlier) as clients:
+    with MixedCluster(3, earlier) as cluster, clients_of_both(cluster.url, [channel, in_slot], earlier) as clients:
         move(cluster, channel, "s2")
         if first == "agents":
             cluster.replace_agents()
