@@ -81,6 +81,11 @@ class AgentGuard:
         """The name of this agent's connection: without spaces, whatever the id of the server."""
         return f"{NAME_PREFIX}{quote(self._server, safe='')}:{self._incarnation}"
 
+    @property
+    def has_met_another(self) -> bool:
+        """Whether there is an earlier agent, which may hang or be at work."""
+        return self._watched is not None
+
     def deadline(self) -> float | None:
         """Return when to look next."""
         return self._check_at

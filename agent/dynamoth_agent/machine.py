@@ -106,6 +106,7 @@ class AgentMachine:
         actions = self._route(event, now)
         if not self._guard.is_clear:
             actions = [action for action in actions if not _speaks_to_balancer(action)]
+            self.stand_in.may_speak &= not self._guard.has_met_another
         elif not was_clear:
             self.stand_in.may_speak = True
             actions += self.dispatcher.acknowledge()

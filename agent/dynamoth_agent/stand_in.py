@@ -59,7 +59,7 @@ class StandIn:
         self._interval_s = interval_s
         self._patience_s = max(PATIENCE_S_MIN, PATIENCE_INTERVALS * interval_s)
         self._name = name
-        #: Whether this agent is known to be the only one of its server. Set by the owner; never unset.
+        #: Whether this agent was the only one of its server when that was known last. Set by the owner.
         self.may_speak = False
         #: Whether the agent does not see published messages, or sees them only long after.
         self.blind = False
@@ -139,7 +139,7 @@ class StandIn:
         self._asking = False
         info = ServerInfo.parse(self._fields)
         before, self._before = self._before, (self._asked_at, info)
-        if before is None or self._asked_at <= before[0]:
+        if not self.may_speak or before is None or self._asked_at <= before[0]:
             return []  # rates need two measurements; the next is an interval away
         interval_s = self._asked_at - before[0]
         measured: Rates = rates(before[1], info, interval_s, 0)

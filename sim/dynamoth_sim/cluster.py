@@ -300,18 +300,30 @@ class Cluster:
         """Tell whether somebody observes the server at a URL: its agent, unless it was lost lately."""
         return any(server.observed for server in self.servers.values() if server.url == url)
 
-    def _agent(self, server: str) -> Process:
+    def _agent(self, server: str, name: str = "") -> Process:
         def acts(action: Any) -> None:
-            if type(action) is AlreadyRunning:
-                self._restart(self.agents[server], action.reason)
+            if type(action) is not AlreadyRunning:
+                return
+            if process is self.agents[server]:
+                self._restart(process, action.reason)
+            else:
+                process.crash(f"ends by itself: {action.reason}")
 
-        return Process(
+        process = Process(
             self.world,
             self.network,
-            f"agent-{server}",
+            name or f"agent-{server}",
             lambda incarnation: self.make_agent(server, incarnation),
             acts,
         )
+        return process
+
+    def replace_agent(self, server: str) -> Process:
+        """Start another agent of a server, and return the earlier one, which nobody starts again when it ends."""
+        earlier = self.agents[server]
+        self.agents[server] = self._agent(server, f"{earlier.name}-again")
+        self.agents[server].start()
+        return earlier
 
     def _rival_acts(self, action: Any) -> None:
         match action:

@@ -67,6 +67,21 @@ def test_an_agent_that_may_not_be_the_only_one_keeps_silent() -> None:
     assert agent.machine.stand_in.blind and agent.reports(REPORTS) == []
 
 
+def test_an_agent_that_hung_says_nothing_beside_the_one_in_its_place() -> None:
+    agent = Bench()
+    agent.up(REPORTS)
+    agent.run(5)
+    agent.now += 20
+    agent.agents = 2
+    agent.tell(LinkDown("local", "closed by the other one"))
+    agent.tell(LinkUp("local", "run1"))
+    agent.floods = True
+    before = len(agent.reports("local"))
+    agent.run(4)
+    assert agent.machine.stand_in.blind
+    assert agent.reports(REPORTS) == [] and len(agent.reports("local")) == before
+
+
 def test_while_that_link_is_down_nothing_is_sent_over_it() -> None:
     agent = Bench()
     agent.up(REPORTS)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from dynamoth.machine.events import CommandPart
+from dynamoth_agent import guard
 from dynamoth_balancer import repair
 from dynamoth_balancer.decide import failover
 from dynamoth_balancer.events import Note
@@ -49,6 +50,11 @@ def second_balancers_end() -> AbstractContextManager[None]:
 def connected_balancers_count() -> AbstractContextManager[None]:
     """The lease is not taken for a long time while another balancer is connected, which may be paused."""
     return replaced(lease, FREE_RENEWALS=1000)
+
+
+def hung_agents_keep_their_place() -> AbstractContextManager[None]:
+    """An agent waits for an earlier one, even if that one has sent no report for long."""
+    return replaced(guard, HUNG_INTERVALS=1e9)
 
 
 def dead_servers_keep_channels() -> AbstractContextManager[None]:
@@ -117,6 +123,7 @@ CHECKS: tuple[Check, ...] = (
     Check("97-agent-hangs", moves_wait_for_agents, "expected"),
     Check("97-agent-falls-behind", moves_wait_for_agents, "expected"),
     Check("97-agent-of-a-replica-dies", moves_wait_for_agents, "expected"),
+    Check("97-hung-agent-is-replaced", hung_agents_keep_their_place, "expected"),
     Check("98-data-centres-part", minorities_lead, "expected"),
     Check("98-data-centres-part", dead_servers_keep_channels, "expected"),
     Check("99-clocks-are-set-back", leases_stay, "expected"),

@@ -33,6 +33,9 @@ REPLICATED = Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s3"))
 CLOCKS_TAKEOVER_S_MAX = 6.0
 """As ``TAKEOVER_S_MAX``, and at each of two servers: the lease and a renewal pass before it gets an expiry again."""
 
+REPLACED_S_MAX = 4.0
+"""How soon a second agent replaces one that hangs: five reports that do not come, and what it does after that."""
+
 SERVES_S_MAX = 1.0
 """And how soon after that a new client is confirmed there, which looks for its server first."""
 
@@ -300,6 +303,34 @@ def agent_fails(
     stage.publish(publisher, channel)
 
 
+def hung_agent_is_replaced(stage: Stage) -> None:
+    """Case 97. The agent of s2 hangs, and a second one takes its place. The first ends when it goes on.
+
+    Channels move to s2 again as soon as the second one is at work, and nothing is lost.
+    """
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
+    stage.run(2.0)
+    cluster = stage.cluster
+    cluster.agents["s2"].pause()
+    stage.run(0.5)
+    hung = cluster.replace_agent("s2")
+    balancer = cluster.balancer.machine
+    assert isinstance(balancer, BalancerMachine)
+    first = balancer.overview.agents.incarnation("s2")
+    stage.wait(
+        "the second agent is at work", lambda: balancer.overview.agents.incarnation("s2") != first, REPLACED_S_MAX
+    )
+    for server in ("s2", "s3", "s2"):
+        stage.move(channel, server)
+        stage.publish(publisher, channel)
+    hung.resume()
+    stage.wait("the one that hung ends", lambda: not hung.alive)
+    stage.expect("the second one is still at work", cluster.agents["s2"].alive)
+    stage.move(channel, "s1")
+    stage.publish(publisher, channel)
+
+
 def data_centres_part(stage: Stage) -> None:
     """Case 98. The balancer and s1 are cut off from everything else, where a standby is. Clients are on both sides.
 
@@ -463,6 +494,7 @@ SCENARIOS: dict[str, Scenario] = {
     "97-agent-hangs": Scenario(partial(agent_fails, _agent_hangs, single("s1"))),
     "97-agent-falls-behind": Scenario(partial(agent_fails, _agent_falls_behind, single("s1"), slow="s1")),
     "97-agent-of-a-replica-dies": Scenario(partial(agent_fails, _agent_dies, REPLICATED)),
+    "97-hung-agent-is-replaced": Scenario(hung_agent_is_replaced),
     "98-data-centres-part": Scenario(data_centres_part, losses_allowed=True),
     "99-clocks-are-set-back": Scenario(clocks_are_set_back),
 }
