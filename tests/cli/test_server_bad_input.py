@@ -86,9 +86,11 @@ def test_the_last_server_stays_and_a_used_id_does_not_come_back(
     cluster: LocalCluster, refusal: Refusal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "as it is not being drained: type 'dynamoth server drain s1'" in refusal("remove", "s1")
+    assert main(["pause", "--url", cluster.url]) == 0  # so that s2 keeps its slots until s1 has been refused
     assert main(["server", "drain", "s2", "--url", cluster.url]) == 0
     reason = refusal("drain", "s1")
     assert "as all others are being drained" in reason and "'dynamoth server add'" in reason
+    assert main(["resume", "--url", cluster.url]) == 0
 
     remove = ["server", "remove", "s2", "--url", cluster.url]
     until(lambda: main(remove) == 0, "s2 is empty and removed", every_s=0.5)
