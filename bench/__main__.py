@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import skipped
+from bench import exit_status
 from dynamoth_cli.local.child import interrupted_by_signals
 
 Results = Mapping[str, Any]
 
 MISSED = "MISSED"
-INTERRUPTED_STATUS = 130
 STOP_TIMEOUT_S = 60.0
 """A benchmark that is interrupted has removed what it made after this long at most."""
 
@@ -272,7 +271,7 @@ def run(benchmark: Benchmark) -> Results | None:
                 process.wait(STOP_TIMEOUT_S)
                 raise
         sys.stdout.write(printed)
-        if process.returncode == skipped.STATUS:
+        if process.returncode == exit_status.SKIPPED:
             return None
         lines = [line for line in printed.splitlines() if line.startswith("{")]
         if not file.exists() and not lines:
@@ -325,4 +324,4 @@ if __name__ == "__main__":
         with interrupted_by_signals():
             sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED_STATUS)
+        sys.exit(exit_status.INTERRUPTED)

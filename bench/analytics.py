@@ -22,7 +22,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from bench import skipped
+from bench import exit_status
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.reading import SCHEMAS
 from dynamoth_analytics.session import check_java, open_session
@@ -132,7 +132,7 @@ def main() -> int:
         check_java()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        return skipped.STATUS
+        return exit_status.SKIPPED
     parser = argparse.ArgumentParser(prog="python -m bench.analytics", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of channels, in each recording")
     sizes: list[int] = parser.parse_args().rows

@@ -33,7 +33,7 @@ from typing import Any
 
 from redis.crc import key_slot
 
-from bench import skipped
+from bench import exit_status
 from bench.cluster_moves_clients import TRANSPORTS, Clients, Heard, listen, publish
 from bench.processors import BusyMeter
 from bench.replication_network import REQUEST_TIMEOUT_S, LimitedCluster, Network, NotPossible
@@ -52,7 +52,6 @@ MOVERS = 4
 """Moves at a time."""
 
 DYNAMOTH = "dynamoth"
-INTERRUPTED_STATUS = 130
 
 Cluster = LimitedCluster | ShardedCluster
 
@@ -255,10 +254,10 @@ def main() -> int:
             results = measure(SMALL if arguments.small else FULL, _say)
     except NotPossible as error:
         sys.stderr.write(f"skipped: the benchmark of moves beside a Redis Cluster {error}\n")
-        return skipped.STATUS
+        return exit_status.SKIPPED
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: networks and processes are removed\n")
-        return INTERRUPTED_STATUS
+        return exit_status.INTERRUPTED
     sys.stdout.write("\n".join([*table(results), ""]))
     if arguments.json is not None:
         shown: dict[str, Any] = {result.system: asdict(result) for result in results}

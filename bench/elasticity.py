@@ -23,32 +23,26 @@ How quickly servers follow
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from bench import skipped
 from bench.elastic_machines import Machines
 from bench.game import GRACE_S, PAPER_RESPONSE_MS_MAX, WINDOW_S, Schedule, mean_response_ms, overloaded_s
-from bench.game_run import GamePlan, Moment, run_game, write_parquet
+from bench.game_main import Shown, measure_and_show, parser_of, say
+from bench.game_run import GamePlan, Moment, run_game
 from bench.game_systems import USABLE_RATIO, Balanced
-from bench.replication_network import Network, NotPossible
-from dynamoth_cli.local.child import interrupted_by_signals
+from bench.replication_network import Network
 
 FOLLOW_S_MAX = 60.0
 SERVER_SECONDS_RATIO_MAX = 1.3
 """Bounds of the experiment."""
-
-INTERRUPTED_STATUS = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,50 +259,19 @@ def _ms(value: float | None) -> str:
 
 def main() -> int:
     """Measure and print. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.elasticity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--small", action="store_true", help="a small game, for two minutes in all")
+    parser = parser_of("elasticity", __doc__)
     parser.add_argument("--fixed", type=int, metavar="N", help="on N servers that stay, for comparison")
-    parser.add_argument("--seed", type=int, default=1, help="of the players' paths and channels' names (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--parquet", type=Path, metavar="FILE", help="write the raw data there: a row for each second")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .svg or .png; needs matplotlib")
     arguments = parser.parse_args()
-    plot: Path | None = arguments.plot
-    draw = None if plot is None else _drawer()
     setting = SMALL if arguments.small else FULL
-    try:
-        with interrupted_by_signals():
-            moments = measure(setting, arguments.seed, arguments.fixed, _say)
-    except NotPossible as error:
-        sys.stderr.write(f"skipped: the benchmark of elasticity {error}\n")
-        return skipped.STATUS
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: networks and processes are removed\n")
-        return INTERRUPTED_STATUS
-    due = [sum(second.values()) for second in setting.plan(arguments.seed).bytes_due()]
-    outcome = judge(moments, setting, due)
-    sys.stdout.write("\n".join([*table(outcome, setting), ""]))
-    if arguments.json is not None:
-        results: dict[str, Any] = {**asdict(outcome), "ratio": outcome.ratio, "setting": asdict(setting)}
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    if arguments.parquet is not None:
-        write_parquet(moments, arguments.parquet)
-    if draw is not None and plot is not None:
-        draw(moments, plot)
-    return 0
 
+    def measured() -> Shown:
+        moments = measure(setting, arguments.seed, arguments.fixed, say)
+        due = [sum(second.values()) for second in setting.plan(arguments.seed).bytes_due()]
+        outcome = judge(moments, setting, due)
+        results = {**asdict(outcome), "ratio": outcome.ratio, "setting": asdict(setting)}
+        return Shown(table(outcome, setting), results, moments)
 
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
-def _drawer() -> Callable[[Sequence[Moment], Path], None]:
-    """Return the function that draws. Called before the measurement, so that a missing matplotlib shows at once."""
-    from bench.game_plot import draw
-
-    return draw
+    return measure_and_show("elasticity", arguments, measured)
 
 
 if __name__ == "__main__":

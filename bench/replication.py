@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import skipped
+from bench import exit_status
 from bench.replication_clients import Clients, Step
 from bench.replication_network import LimitedCluster, Network, NotPossible
 from dynamoth_cli.local.child import interrupted_by_signals
@@ -39,8 +39,6 @@ BYTES_PER_S_MAX = 12_500_000
 """100 Mbit/s: little enough for two processor cores to serve three of them."""
 RESPONSE_MS_MAX = 150.0
 STEP_S = 4.0
-
-INTERRUPTED_STATUS = 130
 
 
 @dataclass(frozen=True)
@@ -273,10 +271,10 @@ def main() -> int:
             outcomes = measure(chosen, arguments.step_s)
     except NotPossible as error:
         sys.stderr.write(f"skipped: the benchmark of replication {error}\n")
-        return skipped.STATUS
+        return exit_status.SKIPPED
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: networks and processes are removed\n")
-        return INTERRUPTED_STATUS
+        return exit_status.INTERRUPTED
     results = as_json(outcomes, arguments.step_s)
     for outcome in outcomes:
         sys.stdout.write("\n".join([*table(outcome), "", ""]))

@@ -34,8 +34,6 @@ for a message from client to client. Results are shown without and with it. ``be
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,13 +41,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench import skipped
 from bench.game import PAPER_RESPONSE_MS_MAX, WINDOW_S, AddWhenLoaded, Schedule, mean_response_ms, players_held
-from bench.game_run import GamePlan, Moment, read_parquet, run_game, write_parquet
+from bench.game_main import Shown, measure_and_show, parser_of, say
+from bench.game_run import GamePlan, Moment, read_parquet, run_game
 from bench.game_systems import USABLE_RATIO, Balanced, Hashed, Sharded, System
-from bench.replication_network import Network, NotPossible
+from bench.replication_network import Network
 from bench.sharded_cluster import find_redis_7
-from dynamoth_cli.local.child import interrupted_by_signals
 from dynamoth_sim.load.rgame import GameWorld
 
 DYNAMOTH, HASHING, REDIS_CLUSTER = "dynamoth", "hashing", "redis-cluster"
@@ -58,8 +55,6 @@ SYSTEMS = (DYNAMOTH, HASHING, REDIS_CLUSTER)
 PAPER_HELD: Mapping[str, str] = {DYNAMOTH: "almost 1000", HASHING: "625"}
 """The claims of the text of section V-D, of 1,200 players that were tried."""
 PAPER_RATIO = 1.6
-
-INTERRUPTED_STATUS = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,53 +264,21 @@ def _ms(value: float | None) -> str:
 
 def main() -> int:
     """Measure and print. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scalability", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("scalability", __doc__)
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="some of the systems")
-    parser.add_argument("--small", action="store_true", help="a small game, for two minutes in all")
-    parser.add_argument("--seed", type=int, default=1, help="of the players' paths and channels' names (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--parquet", type=Path, metavar="FILE", help="write the raw data there: a row for each second")
     parser.add_argument("--from", dest="raw", nargs="+", type=Path, metavar="FILE", help="show such raw data again")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there: .svg or .png; needs matplotlib")
     arguments = parser.parse_args()
-    plot: Path | None = arguments.plot
-    draw = None if plot is None else _drawer()
     setting = SMALL if arguments.small else FULL
-    try:
-        with interrupted_by_signals():
-            if arguments.raw:
-                runs = runs_of([moment for file in arguments.raw for moment in read_parquet(file)])
-            else:
-                runs = measure(setting, arguments.only, arguments.seed, _say)
-    except NotPossible as error:
-        sys.stderr.write(f"skipped: the benchmark of scalability {error}\n")
-        return skipped.STATUS
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: networks and processes are removed\n")
-        return INTERRUPTED_STATUS
-    results = as_json(setting, runs, arguments.seed)
-    sys.stdout.write("\n".join([*table(results), ""]))
-    moments = [moment for run in runs for moment in run.moments]
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    if arguments.parquet is not None:
-        write_parquet(moments, arguments.parquet)
-    if draw is not None and plot is not None:
-        draw(moments, plot)
-    return 0
 
+    def measured() -> Shown:
+        if arguments.raw:
+            runs = runs_of([moment for file in arguments.raw for moment in read_parquet(file)])
+        else:
+            runs = measure(setting, arguments.only, arguments.seed, say)
+        results = as_json(setting, runs, arguments.seed)
+        return Shown(table(results), results, [moment for run in runs for moment in run.moments])
 
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
-def _drawer() -> Callable[[Sequence[Moment], Path], None]:
-    """Return the function that draws. Called before the measurement, so that a missing matplotlib shows at once."""
-    from bench.game_plot import draw
-
-    return draw
+    return measure_and_show("scalability", arguments, measured)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import skipped
+from bench import exit_status
 from bench.__main__ import MISSED, Benchmark, Figure, at_least, judge, run
 
 ANY = Benchmark("bench.any", (), ())
@@ -27,7 +27,7 @@ def program(folder: Path, text: str) -> str:
 
 
 def test_a_benchmark_that_cannot_run_is_skipped_and_not_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.executable", program(tmp_path, f"exit {skipped.STATUS}"))
+    monkeypatch.setattr("sys.executable", program(tmp_path, f"exit {exit_status.SKIPPED}"))
     assert run(ANY) is None
     assert judge(FIGURE, None).verdict == "skipped"
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from bench import exit_status
 from bench.game import Schedule
 from bench.game_run import Moment, read_parquet, run_game, write_parquet
 from bench.replication_network import Network, NotPossible
 from bench.scalability import (
     DYNAMOTH,
     HASHING,
-    INTERRUPTED_STATUS,
     REDIS_CLUSTER,
     SMALL,
     Run,
@@ -162,5 +162,5 @@ def test_a_run_that_is_interrupted_leaves_nothing(network: Network) -> None:
         assert len(left(process.pid)) >= 2 * SMALL.servers
         os.kill(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED_STATUS, said
+    assert process.returncode == exit_status.INTERRUPTED, said
     assert left(process.pid) == []
