@@ -10,7 +10,7 @@ from dynamoth_sim.run import run_and_report
 from tests.sim.seeds import first_seed
 
 COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "400"))
-"""``make soak`` runs more of them."""
+"""``make exhaustive`` runs more of them."""
 
 PARTS = 16
 """Tests that share the seeds, so that several workers run them."""
