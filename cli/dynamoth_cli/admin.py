@@ -51,6 +51,9 @@ LATE_S = 1.0
 SECOND_ANSWER_S = 0.5
 """How long to wait for a better answer of another balancer: two get a request at the same time."""
 
+BEST = 2
+"""The rank of an answer that no other one can be better than."""
+
 NO_BALANCER = (
     "no balancer is running in this cluster (nobody listens on its channel): start 'dynamoth balancer'; until then"
     " everything goes on with the last plan, and nothing is moved"
@@ -160,9 +163,10 @@ async def ask_balancer(
     *,
     timeout_s: float,
     link: LinkOptions = _DEFAULTS,
-    preferred: Callable[[Mapping[str, Any]], bool] = lambda _: True,
 ) -> Mapping[str, Any]:
     """Send a request to the balancer; return its result.
+
+    While a second balancer waits for the lease, both answer "status": the answer of the one that leads is taken.
 
     Args:
         cluster: its servers.
@@ -170,7 +174,6 @@ async def ask_balancer(
         arguments: those of the command.
         timeout_s: bound of the whole answer.
         link: credentials, TLS.
-        preferred: while a second balancer waits for the lease, both answer: which answer to take if several come.
 
     Raises:
         RequestRefused: the balancer refuses, with its reason.
@@ -189,7 +192,7 @@ async def ask_balancer(
         if done.done():
             return
         if isinstance(action, Answered):
-            if action.reply.error is not None or preferred(action.reply.result):
+            if action.reply.error is not None or _rank(action.reply.result) == BEST:
                 done.set_result(action.reply)
             else:
                 fallback.append(action.reply)
@@ -199,7 +202,7 @@ async def ask_balancer(
 
     def settle() -> None:
         if not done.done():
-            done.set_result(fallback[0])
+            done.set_result(max(fallback, key=lambda reply: _rank(reply.result)))
 
     def on_crash(crash: MachineCrashed) -> None:
         if not done.done():
@@ -214,14 +217,24 @@ async def ask_balancer(
     except TimeoutError as error:
         why = f" ({machine.fault})" if machine.fault else ""
         raise ClusterUnavailable(
-            f"the balancer has not answered {command!r} within {timeout_s:g} s{why}: look at its log;"
-            " 'dynamoth status' tells whether the agents are there"
+            f"the balancer has not answered {command!r} within {timeout_s:g} s{why}:"
+            " 'dynamoth status' says whether one leads, and why not; its log says more"
         ) from error
     finally:
         await driver.close()
     if reply.error is not None:
         raise RequestRefused(reply.error)
     return reply.result
+
+
+def _rank(result: Mapping[str, Any]) -> int:
+    """Return how good an answer is. Of a status, that of the leader is best.
+
+    Where none leads, one that says so is better than one of a standby, which waits for the other.
+    """
+    if result.get("stage", "leading") == "leading":
+        return BEST
+    return int(any(problem["kind"] == "not_leading" for problem in result.get("problems", ())))
 
 
 async def find_balancer(cluster: ClusterAddress, link: LinkOptions) -> ServerAddress:

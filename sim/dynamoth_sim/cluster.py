@@ -14,7 +14,7 @@ from dynamoth.plan.plan import Assignment, Mode, Phase, Plan, Server
 from dynamoth.protocol import stored_plan
 from dynamoth_agent.events import AlreadyRunning
 from dynamoth_agent.machine import AgentMachine
-from dynamoth_balancer.events import Decided, ListServers, Note, PlanChanged, Stopped
+from dynamoth_balancer.events import BalancerAction, BalancerEvent, Decided, ListServers, Note, PlanChanged, Stopped
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.provision.fleet import FreeServer, StartServer
@@ -62,6 +62,28 @@ SERVER_DEAD_S = 1.0
 
 RESTART_S = 0.2
 """How soon a process that has ended by itself is started again, as a supervisor would."""
+
+STATUS_EVERY = 20
+"""Once in so many checks of its invariants a balancer says how the cluster is: it leads or not, as the case may be."""
+
+
+class WatchedBalancer(BalancerMachine):
+    """A balancer that operators look at all the time (``dynamoth status``), also while another one leads."""
+
+    _checks = 0
+    _now = 0.0
+
+    def handle(self, event: BalancerEvent, now: float) -> list[BalancerAction]:
+        """Handle one event; see :class:`BalancerMachine`."""
+        self._now = now
+        return super().handle(event, now)
+
+    def check(self) -> None:
+        """Assert the invariants, and that it can be looked at."""
+        super().check()
+        self._checks += 1
+        if self._checks % STATUS_EVERY == 0:
+            self.overview.status(self._now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,11 +312,11 @@ class Cluster:
 
     def make_balancer(self, incarnation: int) -> Machine[Any, Any]:
         """Make the machine of the balancer."""
-        return BalancerMachine(self.configuration, incarnation, self.options.balancer, self.options.setting.fleet)
+        return WatchedBalancer(self.configuration, incarnation, self.options.balancer, self.options.setting.fleet)
 
     def _make_rival(self, incarnation: int) -> Machine[Any, Any]:
         options = replace(self.options.balancer, standby=self.rival_stands_by)
-        return BalancerMachine(self.configuration, incarnation, options, self.options.setting.fleet)
+        return WatchedBalancer(self.configuration, incarnation, options, self.options.setting.fleet)
 
     def is_observed(self, url: str) -> bool:
         """Tell whether somebody observes the server at a URL: its agent, unless it was lost lately."""

@@ -75,6 +75,19 @@ def test_a_standby_with_an_old_list_of_servers_goes_by_that_of_the_plan() -> Non
     assert set(standby.plan.servers) == {"s1", "s2", "s3", "s4"} and standby.machine.health.errors == []
 
 
+def test_a_standby_that_led_once_can_say_how_the_servers_are_that_were_added_since() -> None:
+    cluster, former = started(3, BalancerOptions(standby=True))
+    rival = cluster.start(BalancerOptions(standby=True))
+    former.process.pause()
+    cluster.run_until(lambda: _leads(rival))
+    cluster.add_server("s4")
+    assert cluster.ask("server", {"action": "add", "server": "s4", "url": "redis://s4"}, server="s2").error is None
+    former.process.resume()
+    cluster.run(HEADERS_INTERVAL_S + 1)
+    assert _stands_by(former)
+    assert former.machine.overview.status(cluster.now)["servers"]["s4"]["link"] == "up"
+
+
 def test_a_standby_that_nobody_leads_beside_is_not_well() -> None:
     cluster = SimCluster(3)
     for server in cluster.servers.values():

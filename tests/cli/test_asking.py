@@ -94,14 +94,30 @@ class FakeDriver:
         """Nothing is open."""
 
 
+def _status(stage: str, *problems: str) -> AdminReply:
+    return AdminReply(1, {"stage": stage, "problems": [{"kind": kind} for kind in problems]}, None)
+
+
+LEADS = _status("leading")
+SHOULD_LEAD = _status("contending", "server_unreachable", "not_leading")
+STANDS_BY = _status("contending", "server_unreachable")
+
+
 @pytest.mark.parametrize(
-    ("stages", "used"),
-    [(("contending", "leading"), "leading"), (("contending",), "contending"), (("leading",), "leading")],
+    ("answers", "used"),
+    [
+        ((STANDS_BY, LEADS), LEADS),
+        ((LEADS, STANDS_BY), LEADS),
+        ((STANDS_BY,), STANDS_BY),
+        ((STANDS_BY, SHOULD_LEAD), SHOULD_LEAD),
+        ((SHOULD_LEAD, STANDS_BY), SHOULD_LEAD),
+    ],
 )
-def test_a_balancer_that_leads_is_believed(monkeypatch: pytest.MonkeyPatch, stages: tuple[str, ...], used: str) -> None:
+def test_of_two_balancers_that_answer_the_one_that_leads_or_says_why_not_is_believed(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[AdminReply, ...], used: AdminReply
+) -> None:
     answering(monkeypatch, [b"c", 2], [b"c", 0], [b"c", 0])
     monkeypatch.setattr(admin, "SECOND_ANSWER_S", 0.01)
     monkeypatch.setattr(admin, "Driver", FakeDriver)
-    monkeypatch.setattr(FakeDriver, "answers", tuple(AdminReply(1, {"stage": stage}, None) for stage in stages))
-    asked = admin.ask_balancer(CLUSTER, "status", timeout_s=5, preferred=lambda status: status["stage"] == "leading")
-    assert asyncio.run(asked)["stage"] == used
+    monkeypatch.setattr(FakeDriver, "answers", answers)
+    assert asyncio.run(admin.ask_balancer(CLUSTER, "status", timeout_s=5)) == used.result

@@ -109,13 +109,17 @@ class Overview:
             "channels_left": self.channels_left(server, now),
             "channels_named": self._channels_named(server),
             "slots_left": self.slots_left(server),
-            **describe_server(server, self.agents, self.model, self.leadership.installer, now),
+            **describe_server(server, self.agents, self.model, self.leadership.at_work, now),
         }
 
     # The cluster.
 
     def status(self, now: float) -> Mapping[str, Any]:
-        """Return the state of everything, for people."""
+        """Return the state of everything, for people.
+
+        What an earlier term knew of copies and transitions is left out: another balancer may have changed both since,
+        and the list of servers, too.
+        """
         plan = self.leadership.plan
         return {
             "stage": self.leadership.stage.value,
@@ -129,7 +133,7 @@ class Overview:
                 for problem in self.health.problems[:PROBLEMS_SHOWN_MAX]
             ],
             "servers": {server: self.server_status(server, now) for server in self.servers.listed},
-            **describe_channels(self.leadership.installer, now),
+            **describe_channels(self.leadership.at_work, now),
             "moves_begun": self.counters["moves_begun"],
             "moves_settled": self.counters["moves_settled"],
             "decisions": describe_decisions(self.decider.history.decisions, now),

@@ -77,13 +77,7 @@ async def _balancer(
 ) -> Mapping[str, Any] | None:
     """Return the status that the balancer gives; None, and a problem, when it does not answer."""
     try:
-        return await ask_balancer(
-            cluster,
-            "status",
-            timeout_s=ANSWER_TIMEOUT_S,
-            link=link,
-            preferred=lambda status: status["stage"] == "leading",
-        )
+        return await ask_balancer(cluster, "status", timeout_s=ANSWER_TIMEOUT_S, link=link)
     except (ClusterUnavailable, RequestRefused) as error:
         problems.append(_problem("no_balancer", "balancer", str(error)))
         return None

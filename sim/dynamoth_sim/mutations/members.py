@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from dynamoth.errors import RequestRefused
+from dynamoth_balancer.admin.overview import Overview
+from dynamoth_balancer.admin.status import describe_server
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.membership import Membership
@@ -42,6 +44,15 @@ def stored_lists_are_ignored() -> AbstractContextManager[None]:
     return replaced(Takeover, listing=returning(None))
 
 
+def status_of_an_earlier_term() -> AbstractContextManager[None]:
+    """A balancer that does not lead describes the servers by the copies of its earlier term."""
+
+    def describe(self: Overview, server: str, now: float) -> dict[str, Any]:
+        return describe_server(server, self.agents, self.model, self.leadership.installer, now)
+
+    return replaced(Overview, server_status=describe)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("100-add-under-load", no_lease_at_new_servers, "expected"),
     Check("101-remove-under-load", no_last_copy, "expected"),
@@ -49,4 +60,5 @@ CHECKS: tuple[Check, ...] = (
     Check("103-balancer-dies-removing", orders_are_not_repeated, "expected"),
     Check("104-split-while-adding", any_list_can_change, "expected"),
     Check("105-former-list", stored_lists_are_ignored, "expected"),
+    Check("126-former-leader", status_of_an_earlier_term, "expected"),
 )

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from dynamoth_agent.machine import AgentMachine
+from dynamoth_balancer.install.contention import HEADERS_INTERVAL_S
 from dynamoth_balancer.install.leadership import Stage as BalancerStage
 from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim.load.clients import PublisherApp
@@ -193,6 +194,30 @@ def former_list(stage: Stage) -> None:
     stage.expect_gaps(0, channel)
 
 
+def former_leader(stage: Stage) -> None:
+    """Case 126. A balancer that stood still for longer than its lease is a standby now. A server is added meanwhile.
+
+    It goes by the new list, and can say how the servers on it are, as an operator may ask.
+    """
+    _pause(stage)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
+    former, rival = stage.cluster.balancer, stage.cluster.rival
+    stage.cluster.rival_stands_by = True
+    rival.start()
+    stage.run(0.5)
+    former.pause()
+    stage.wait("the standby leads", lambda: _leads(rival))
+    added = stage.add_server()
+    former.resume()
+    stage.run(HEADERS_INTERVAL_S + LEASE_OVER_S)
+    stage.expect(f"it goes by the new list: {_servers(former)}", added in _servers(former))
+    stage.expect("the former leader is a standby", _leads(rival) and not _leads(former))
+    stage.expect(f"it can say how {added} is", _can_describe(former, added, stage.world.now))
+    stage.publish(publisher, channel)
+    stage.expect_gaps(0, channel)
+
+
 # What an operator does, while P publishes.
 
 
@@ -293,7 +318,15 @@ def _leads(process: Process) -> bool:
 def _servers(process: Process) -> list[str]:
     """Return the servers by which a balancer goes."""
     assert isinstance(process.machine, BalancerMachine)
-    return [*process.machine.overview.status(0.0)["servers"]]
+    return [*process.machine.overview.server_figures(0.0)["agent_blind"]]
+
+
+def _can_describe(process: Process, server: str, now: float) -> bool:
+    assert isinstance(process.machine, BalancerMachine)
+    try:
+        return bool(process.machine.overview.status(now)["servers"][server]["link"] == "up")
+    except KeyError:
+        return False
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -303,4 +336,5 @@ SCENARIOS: dict[str, Scenario] = {
     "103-balancer-dies-removing": Scenario(dies_while_removing),
     "104-split-while-adding": Scenario(split_while_adding),
     "105-former-list": Scenario(former_list),
+    "126-former-leader": Scenario(former_leader),
 }
