@@ -56,6 +56,20 @@ def test_without_most_servers_a_balancer_changes_nothing_and_says_what_can_be_do
     assert cluster.servers["s1"].plan_or_fail().version == version
 
 
+def test_a_standby_that_cannot_reach_most_servers_says_so_too() -> None:
+    """Nobody leads, though the other balancer still has the lease of the server that is left."""
+    cluster, balancer = started(3, OPTIONS)
+    standby = cluster.start(replace(OPTIONS, standby=True))
+    cluster.run(1)
+    assert standby.machine.overview.stands_by and not standby.machine.health.problems
+    for server in ("s2", "s3"):
+        cluster.stop_server(server)
+    cluster.run(10 * OPTIONS.lease_s)
+    for each in (balancer, standby):
+        assert not _leads(each) and not each.machine.overview.stands_by
+        assert "s2, s3 cannot be reached; start them again; if they are lost" in _problem(each, "not_leading")
+
+
 def test_a_balancer_that_takes_over_gives_everything_to_the_living_servers() -> None:
     _, other = _taken_over()
     assert other.plan.servers_in_use == {"s1"}

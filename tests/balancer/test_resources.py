@@ -184,6 +184,13 @@ def test_cpu_that_channels_do_not_use_is_not_chased() -> None:
     assert [finding.reason for finding in decision.findings] == [OTHER_COMMANDS]
 
 
+def test_a_server_that_is_being_drained_gives_up_its_channels_whatever_uses_its_cpu() -> None:
+    """One that cannot move now rests: where its CPU goes is not the reason."""
+    some = cluster({"s1": {"a": (0.0, 0.0005)}, "s2": {"b": (0.0, 0.95)}}, other_cpu=0.02, draining="s1")
+    [reason] = [finding.reason for finding in decide([Relieve(), Drain()], some).findings if finding.server == "s1"]
+    assert reason.startswith("it is not drained yet: its channels rest")
+
+
 def test_a_channel_with_more_messages_than_one_core_handles_is_replicated() -> None:
     """Its bytes alone, 0.2 of what a server can send, would not ask for it."""
     loads = {"s1": {"hot": (0.2, 0.9)}, "s2": {}, "s3": {}}

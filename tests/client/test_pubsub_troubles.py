@@ -8,6 +8,7 @@ import pytest
 import redis.exceptions
 
 from dynamoth_client.asyncio import GapInfo, from_url
+from dynamoth_client.redis_py import settings
 from tests.client.stored_cluster import StoredCluster, confirmed, next_of, on_both_loops
 
 pytestmark = on_both_loops
@@ -31,6 +32,18 @@ async def test_when_no_server_can_be_reached_readers_get_an_error_and_go_on_afte
             except redis.exceptions.ConnectionError:
                 continue
             return
+
+
+async def test_without_an_option_readers_wait_for_longer_than_a_connection_may_take(
+    cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "UNREACHABLE_S", 0.5)
+    async with from_url(cluster.url) as client, client.pubsub() as pubsub:
+        await confirmed(pubsub, "c")
+        for server in cluster.servers.values():
+            server.kill()
+        with pytest.raises(redis.exceptions.ConnectionError, match="still trying"):
+            await pubsub.get_message(timeout=4)  # a connection may take 5 s
 
 
 async def test_unreachable_servers_are_one_item_in_a_queue_with_subscriptions(cluster: StoredCluster) -> None:

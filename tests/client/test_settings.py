@@ -21,7 +21,7 @@ from dynamoth_client.asyncio import GuaranteesOff, OptionIgnored, Redis, from_ur
 from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN, PublisherOptions
 from dynamoth_client.redis_py.constructor import parse_servers
 from dynamoth_client.redis_py.pools import ConnectionLimit
-from dynamoth_client.redis_py.settings import Settings, read_settings
+from dynamoth_client.redis_py.settings import UNREACHABLE_S, Settings, read_settings
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress
 from tests.client.sync_helpers import Running
@@ -347,6 +347,14 @@ def test_a_publication_waits_as_long_as_redis_py_would_at_most(
     options = {"socket_timeout": socket_timeout, "socket_connect_timeout": socket_connect_timeout, "retry": retry}
     for client in (module.Redis(**options), module.from_url("dynamoth://one:1,two:2", **options)):
         assert _settings(client).publish_timeout_s == pytest.approx(bound_s)
+
+
+@BOTH
+def test_readers_wait_for_longer_than_a_failover_unless_an_application_says_less(module: Any) -> None:
+    assert _settings(module.Redis()).unreachable_s == UNREACHABLE_S > 3 + 3
+    assert _settings(module.from_url("dynamoth://one:1,two:2")).unreachable_s == UNREACHABLE_S
+    assert _settings(module.Redis(socket_connect_timeout=2)).unreachable_s == 2
+    assert _settings(module.from_url("dynamoth://one:1,two:2?socket_connect_timeout=30")).unreachable_s == 30
 
 
 @BOTH

@@ -176,7 +176,7 @@ def _is_bounded(cluster: Cluster, source: ServerLoad) -> bool:
 
 
 def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[ChannelRate]) -> str:
-    """Return why the ``stayed`` channels have not left an overloaded server, and the cure.
+    """Return why the ``stayed`` channels have not left a server that is overloaded or being drained, and the cure.
 
     There is at least one, unless the bounds of the plan keep them, or there is no other server.
     """
@@ -185,7 +185,8 @@ def why_they_stay(cluster: Cluster, source: ServerLoad, stayed: Sequence[Channel
         return f"there is no other server that could take channels: {cluster.more_servers}"
     if _is_bounded(cluster, source):
         return "this plan has as many moves as one may have; the next goes on"
-    if source.resource is Resource.CPU and sum(load.cpu_ratio for load in stayed) < source.cpu_ratio / 2:
+    of_channels = sum(load.cpu_ratio for load in stayed)
+    if source.resource is Resource.CPU and of_channels < source.cpu_ratio / 2 and source.id not in cluster.draining:
         return OTHER_COMMANDS
     busiest = busiest_first(stayed, source)[0]
     ratio = source.share(busiest.load)

@@ -100,8 +100,13 @@ class Contention:
 
     @property
     def stands_by(self) -> bool:
-        """Whether another balancer holds the lease, and this one may wait for it, and could replace it."""
-        return self._standby and bool(self._lease.others()) and bool(self._headers)
+        """Whether another balancer holds the lease, and this one may wait for it, and could replace it.
+
+        It could not without most of the servers, and perhaps nobody leads then: the other one may keep the lease of a
+        few servers.
+        """
+        reached = len(self._servers.keys() - self._down.keys())
+        return self._standby and bool(self._lease.others() and self._headers) and 2 * reached > len(self._servers)
 
     def look(self, now: float) -> list[Note]:
         """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""

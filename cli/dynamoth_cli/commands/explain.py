@@ -130,7 +130,7 @@ def describe_server(answer: Mapping[str, Any]) -> Iterator[str]:
     elif answer["why_not_to"]:
         yield f"  gets no channels: {answer['why_not_to']}"
     if (channels := status.get("channels")) is not None:
-        yield f"  {counted(channels, 'active channel')}; the busiest:"
+        yield f"  {counted(channels, 'active channel')}{'; the busiest:' if answer['busiest'] else ''}"
     for channel in answer["busiest"][:BUSIEST_SHOWN_MAX]:
         yield f"    {_share(channel['load_ratio']).strip()} {name_of(channel['channel'])}{_clients(channel)}"
     for made in answer["decisions"][-MOVES_SHOWN_MAX:]:

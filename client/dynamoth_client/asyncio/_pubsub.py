@@ -34,9 +34,9 @@ class PubSub(Reader):
     Different from redis-py:
 
     * A lost connection is made again without an exception; it shows as a gap. Only when no server of the subscribed
-      channels can be reached for ``socket_connect_timeout`` (5 s if None) do ``get_message`` and ``listen`` raise
-      ConnectionError or AuthenticationError, and again after each further such time. The PubSub keeps reconnecting:
-      read on.
+      channels can be reached for 10 s, or for the ``socket_connect_timeout`` that you give, do ``get_message`` and
+      ``listen`` raise ConnectionError or AuthenticationError, and again after each further such time. The PubSub keeps
+      reconnecting: read on. A failover takes up to 6 s.
     * ``connection`` is None or what stands for all connections: it has ``is_connected``, and ``disconnect``, which cuts
       them. Only after that is every subscription acknowledged again; redis-py does it after each lost connection.
       Callbacks that are registered there are never called; it has nothing else of redis-py's connections.

@@ -4,7 +4,7 @@ redis-py's connection pool is the one place where a client's settings are kept. 
 is made and not connected: so an option has redis-py's default, and what redis-py refuses is refused with its exception.
 
 :class:`dynamoth_client.asyncio.Redis` says what becomes of each option. One that it does not name holds for every link,
-where links have such a thing. ``Settings.publish_timeout_s`` and ``Settings.retrying`` have the details of timeouts.
+where links have such a thing. ``Settings`` has the details of timeouts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ _TLS = (redis.SSLConnection, redis.asyncio.SSLConnection)
 
 _TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
 
-_SOCKET_TIMEOUT_DEFAULT = inspect.signature(cast("Any", redis.Redis)).parameters["socket_timeout"].default
+_ARGUMENTS = inspect.signature(cast("Any", redis.Redis)).parameters
+
+_SOCKET_TIMEOUT_DEFAULT = _ARGUMENTS["socket_timeout"].default
 """redis-py's own ``socket_timeout``: 5 s since 8.0. A pool does not tell whether the application said so. With the
 silence before a PING that would be more than the 5 s in which a cut connection is noticed by default."""
+
+_CONNECT_TIMEOUT_DEFAULT = _ARGUMENTS["socket_connect_timeout"].default
+
+UNREACHABLE_S = 10.0
+"""Longer than a failover takes (3 s until a server counts as dead, and 3 s until others serve its channels), with room
+for a busy machine: many libraries read in a loop that an error ends for good."""
 
 _LEFT_OUT = ("socket_connect_timeout", "socket_keepalive", "socket_keepalive_options")
 """What redis-py does not give to the connections of a unix socket; besides ``ssl_*``, as to those without TLS."""
@@ -92,6 +100,9 @@ class Settings:
     What was published is sent again by itself until ``publish_timeout_s``. That is how long redis-py would try at most,
     each attempt taking the longer of ``socket_timeout`` and ``socket_connect_timeout``; but no less than
     ``PUBLISH_TIMEOUT_S_MIN``, and no more than ``PUBLISH_TIMEOUT_S_MAX``, which it is where no option says anything.
+
+    Readers get an error when no server of their channels can be reached for ``unreachable_s``:
+    ``socket_connect_timeout``, or ``UNREACHABLE_S`` where that has redis-py's default.
     """
 
     seeds: tuple[ServerAddress, ...]
@@ -99,6 +110,7 @@ class Settings:
     retrying: Retrying
     connections: ConnectionLimit
     publish_timeout_s: float
+    unreachable_s: float
 
 
 def connection_encoder(pool: Pool) -> Encoder:
@@ -200,6 +212,7 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
         retrying,
         state.connections,
         publish_timeout_s=_publish_timeout_s(sample, options, retrying),
+        unreachable_s=_seconds(sample, "socket_connect_timeout", _CONNECT_TIMEOUT_DEFAULT) or UNREACHABLE_S,
     )
 
 

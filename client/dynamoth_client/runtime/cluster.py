@@ -100,7 +100,14 @@ class Cluster:
         local_plan = await self.local_plan()
         settings = self.settings
         feed = settings.connections.admit(
-            lambda: Feed(queue, local_plan, settings.link_options, wants_gaps=wants_gaps, when_full=when_full)
+            lambda: Feed(
+                queue,
+                local_plan,
+                settings.link_options,
+                unreachable_s=settings.unreachable_s,
+                wants_gaps=wants_gaps,
+                when_full=when_full,
+            )
         )
         self._feeds = {other for other in self._feeds if not other.is_stopped}
         self._feeds.add(feed)

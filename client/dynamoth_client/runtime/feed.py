@@ -90,6 +90,7 @@ class Feed:
         local_plan: LocalPlan,
         link_options: LinkOptions,
         *,
+        unreachable_s: float,
         wants_gaps: bool,
         when_full: WhenFull = "block",
     ) -> None:
@@ -99,6 +100,7 @@ class Feed:
             queue: gets the messages; this feed becomes its watcher.
             local_plan: shared by the machines of one client.
             link_options: for every link.
+            unreachable_s: readers get an error each time that no server has been reachable for this long.
             wants_gaps: whether gaps go into the queue; they are logged otherwise.
             when_full: how a full queue is treated; see ``WhenFull``.
 
@@ -106,6 +108,7 @@ class Feed:
         self._queue = queue
         self._local_plan = local_plan
         self._link_options = link_options
+        self._unreachable_s = unreachable_s
         self._wants_gaps = wants_gaps
         self._loop = asyncio.get_running_loop()
         self._acks = Acks()
@@ -124,9 +127,7 @@ class Feed:
         #: How many gaps there have been.
         self.gaps = 0
         self._subscriber = SubscriberMachine(secrets.randbits(64), local_plan)
-        self._channels = _MachineRun(
-            self._subscriber, self._execute, self._crashed, link_options, on_pushes=self._take_expected
-        )
+        self._channels = self._run_machine(self._subscriber, self._take_expected)
         #: Made with the first pattern.
         self._patterns: _MachineRun | None = None
         #: Keeps messages while the queue is full; None where messages do not wait.
@@ -174,7 +175,7 @@ class Feed:
         if command == "psubscribe":
             if self._patterns is None:
                 machine = PatternMachine(self._local_plan)
-                self._patterns = _MachineRun(machine, self._execute, self._crashed, self._link_options)
+                self._patterns = self._run_machine(machine)
             self._patterns.driver.handle(SubscribePatterns(wanted))
         elif command == "punsubscribe":
             if self._patterns is not None:
@@ -299,6 +300,10 @@ class Feed:
 
     def _runs(self) -> list[_MachineRun]:
         return [self._channels] if self._patterns is None else [self._channels, self._patterns]
+
+    def _run_machine(self, machine: Machine[Any, Any], on_pushes: OnPushes | None = None) -> _MachineRun:
+        watched = WatchedSubscriber(machine, self._unreachable_s)
+        return _MachineRun(watched, self._execute, self._crashed, self._link_options, on_pushes)
 
     # Actions of the machines.
 
@@ -520,17 +525,17 @@ class _MachineRun:
 
     def __init__(
         self,
-        machine: Machine[Any, Any],
+        machine: WatchedSubscriber,
         execute: Callable[[_MachineRun, FeedAction], None],
         crashed: Callable[[MachineCrashed], None],
         link_options: LinkOptions,
-        on_pushes: OnPushes | None = None,
+        on_pushes: OnPushes | None,
     ) -> None:
         """Start. ``execute`` is given this and each action that the driver does not execute itself."""
         #: The links that exist. All of them are paused together.
         self.links: set[str] = set()
         self.driver = Driver(
-            WatchedSubscriber(machine, link_options.connect_timeout_s),
+            machine,
             on_action=partial(execute, self),
             link_options=lambda _: link_options,
             on_crash=crashed,
