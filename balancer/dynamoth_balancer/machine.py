@@ -534,7 +534,7 @@ class BalancerMachine:
         given_up = self.membership.end_term()
         self._records.end_term()
         self._decider.history.end_term()
-        self._contention.begin(now)
+        self._contention.begin(now, has_led=not reason)
         details = {**self._contention.details(), "reason": reason or self.overview.why_not_leading()}
         text = "ends its term" if reason else "lost the lease: no decisions and no changes until it is back"
         return [*given_up, *self._servers.look_out(), Note(level, text, details)]

@@ -188,6 +188,16 @@ def test_a_paused_balancer_does_nothing_when_it_wakes_up_after_its_lease() -> No
     assert _stands_by(first) and _leads(second)
 
 
+def test_a_balancer_that_was_held_up_for_longer_than_its_lease_says_so() -> None:
+    cluster, balancer = started(3, BalancerOptions())
+    balancer.process.pause()
+    cluster.run(5)
+    balancer.process.resume()
+    lost = next(note for note in balancer.notes if "lost the lease" in note.message)
+    assert "not renewed in time" in lost.details["reason"] and "lease_s" in lost.details["reason"]
+    cluster.run_until(lambda: _leads(balancer))
+
+
 def test_without_the_majority_of_the_servers_nothing_is_decided() -> None:
     cluster, balancer = started(3, BalancerOptions(server_dead_s=100.0))
     change = {"channel": b"news", "mode": "all-publishers", "servers": ["s1", "s2"]}

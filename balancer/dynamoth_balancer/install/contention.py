@@ -26,6 +26,12 @@ HEADERS_INTERVAL_S = 5.0
 LISTING_S = 1.0
 """More than half of the servers have this time to say which servers the plan has."""
 
+RENEWED_LATE = (
+    "it was not renewed in time: this process, or servers, were held up for longer than it lasts; give them the CPU that"
+    " they need, or raise lease_s in section [balancer]"
+)
+"""Why a lease was lost that nobody else holds and no server refuses."""
+
 TAG = "contention"
 
 
@@ -50,14 +56,17 @@ class Contention:
         self._patience_s = patience_s
         self._standby = standby
         self._since = math.inf
+        #: Whether it waits because it has lost the lease.
+        self._has_led = False
         #: The latest reasons in the log why the lease is not held.
         self._noted: dict[str, Any] = {}
         self._read_at = math.inf
         #: The headers that were read since this balancer began to wait; None where there is none.
         self._headers: dict[str, Copy | None] = {}
 
-    def begin(self, now: float) -> None:
-        """Begin to wait for the lease."""
+    def begin(self, now: float, *, has_led: bool = False) -> None:
+        """Begin to wait for the lease; ``has_led`` where it was held until now."""
+        self._has_led = has_led
         self._since = self._read_at = now
         self._noted = {}
         self._headers = {}
@@ -138,6 +147,8 @@ class Contention:
         reasons += [f"{server} refuses it: {reply}" for server, reply in self._lease.problems().items()]
         if self._down:
             reasons.append(f"{', '.join(self._down)} cannot be reached")
+        if not reasons and self._has_led:
+            return RENEWED_LATE
         return "; ".join(reasons)
 
     def details(self) -> dict[str, Any]:
