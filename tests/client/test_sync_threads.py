@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -296,6 +298,34 @@ def test_a_forked_child_begins_anew_and_the_parent_goes_on(cluster: StoredCluste
         assert client.publish(other, "end") == 1
         assert (next_of(second) if driving is None else driving.result())["data"] == b"end"
         assert pubsub.gaps_detected == 0
+
+
+def test_a_child_that_is_forked_without_free_descriptors_takes_nothing_from_the_parent(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+
+    def begin_anew() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for client, pubsub in zip(clients, pubsubs, strict=True):
+            assert next_of(pubsub)["type"] == "subscribe"
+            assert client.publish(channel, "from the child") >= 3
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(redis.from_url(cluster.url)) for _ in range(2)]
+        pubsubs = [stack.enter_context(client.pubsub()) for client in clients]
+        for client, pubsub in zip(clients, pubsubs, strict=True):
+            confirmed(pubsub, channel)
+            assert client.publish("other", "x") == 0
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            in_child(begin_anew)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for pubsub in pubsubs:
+            assert [next_of(pubsub)["data"] for _ in clients] == [b"from the child"] * 2
+            assert pubsub.gaps_detected == 0
 
 
 def test_patterns_and_sharded_channels_are_subscribed_to_again_in_a_forked_child(cluster: StoredCluster) -> None:

@@ -317,6 +317,18 @@ def test_a_signal_in_the_midst_of_another_threads_request_is_the_drivers(loop: S
         asking.result()
 
 
+def test_a_forked_child_inherits_a_loop_that_a_signal_has_broken(loop: SharedLoop) -> None:
+    """What its hook raised would leave the other clients of the child with the parent's connections."""
+
+    def interrupted() -> asyncio.Future[Any]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop.run(interrupted)
+    until(lambda: keepers() == 0, "the keeper has closed it")
+    loop.disown()
+
+
 def test_one_that_does_not_come_back_is_left_alone(
     gates: Gates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -315,8 +315,8 @@ class Loop(asyncio.AbstractEventLoop):
             self.sockets.pop().close()
 
     def descriptors(self) -> set[int]:
-        """Return the descriptors of all sockets and of what waits for them."""
-        return {self._poller.fileno(), *(sock.fileno() for sock in self.sockets)}
+        """Return the descriptors of all sockets and of what waits for them; none of a closed loop."""
+        return set() if self._is_closed else {self._poller.fileno(), *(sock.fileno() for sock in self.sockets)}
 
     # Sockets.
 
