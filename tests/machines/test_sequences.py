@@ -287,6 +287,19 @@ def test_a_jump_far_ahead_of_a_silent_publisher_is_reported_and_so_is_what_comes
     assert len(channel.arrive(6)) == 1, "again, as long as it goes on"
 
 
+@pytest.mark.parametrize("flags", [0, FIRST])
+def test_who_moves_a_stream_ahead_again_and_again_does_not_silence_the_loss(flags: int) -> None:
+    channel = Channel()
+    channel.arrive(1)
+    gaps = 0
+    for number in range(2, 62):
+        if number % 5 == 0:
+            channel.arrive(1000 * number, flags=flags, due=False)
+        gaps += len(channel.arrive(number)) if number > 5 else 0
+        channel.wait(1.0)
+    assert gaps == 60 // LATE_S - 1
+
+
 @pytest.mark.parametrize("begins", ["late", "behind a gap"])
 def test_what_an_agent_forwards_late_is_no_gap(begins: str) -> None:
     """It hung, or a flood delayed it: nobody has forged anything."""

@@ -33,12 +33,14 @@ bound the same moment; the one that travelled fastest decides. On a busy machine
 proves that nothing is missing.
 
 Anybody who may publish on a channel can copy a publisher's id and forge numbers. Nobody can tell a forged message from
-a true one, so for that publisher's messages there nothing is promised but that their loss is not silent. Numbers above
+a true one, so for that publisher's messages there nothing is promised; but a loss that goes on shows. Numbers above
 ``NUMBER_MAX`` are refused. A jump of more than ``HELD_MAX`` numbers is held, whatever its flags say; if the publisher
 goes on below it in the meantime, it is refused and reported as a gap of one. A message below the number where a stream
 began, or went on behind a gap, is a late copy for ``LATE_S``, and always if an agent has forwarded it: an agent that
 hangs, or that a flood delays, forwards what it has when it goes on. Otherwise somebody has probably moved the stream
-ahead of its publisher: it is reported as a gap, at most once per ``LATE_S``.
+ahead of its publisher: it is reported as a gap, at most once per ``LATE_S``. Who moves an open stream ahead again and
+again does not put that off: the time counts from the first of such moves. A shorter loss stays silent, and so does one by
+forged messages that continue a publisher's numbers: they take the places of the true ones, which are dropped as copies.
 
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
 number: they are delivered as they come, each number once. Where a channel becomes plain, its publishers have sent
@@ -145,7 +147,8 @@ class Stream:
     _numbers: list[int] = field(default_factory=list[int])
     #: While opening: lower numbers were delivered to an earlier subscription of the same subscriber.
     floor: int = 0
-    #: Every number from this one to ``next`` was delivered, or is a lost tail that was reported; and since when.
+    #: Every number from this one to ``next`` was delivered, or is a lost tail that was reported; and since when, or since
+    #: when the stream has been moved ahead in silence, each time within ``LATE_S``.
     begun: int = 0
     _begun_at: float = 0.0
     #: When the subscription was confirmed, as of the latest message that was not simply the expected one.
@@ -244,10 +247,11 @@ class Stream:
         self._go_on(sequence, now)
         return self._deliver(sequence, payload)
 
-    def _go_on(self, sequence: int, now: float) -> None:
-        """Expect this number next, and pass over those before it."""
+    def _go_on(self, sequence: int, now: float, *, is_reported: bool = False) -> None:
+        """Expect this number next, and pass over those before it, of which a gap reports the missing ones or not."""
+        if self.next is None or is_reported or now - self._begun_at > LATE_S:
+            self._begun_at = now
         self.next = self.begun = sequence
-        self._begun_at = now
 
     def _deliver(self, sequence: int, payload: bytes) -> list[Outcome]:
         if sequence in self.held:
@@ -282,7 +286,7 @@ class Stream:
         is_gap = self._latest_before(lowest) >= self._due_since
         if is_heartbeat:
             self._take(lowest)
-        self._go_on(lowest + is_heartbeat, now)
+        self._go_on(lowest + is_heartbeat, now, is_reported=is_gap)
         return [*([Gap(publisher, count, reason)] if is_gap else []), *self._run()]
 
     def _latest_before(self, lowest: int) -> float:

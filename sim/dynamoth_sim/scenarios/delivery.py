@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth.protocol.control import RouteNotice
-from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT, open_envelope, seal
+from dynamoth.protocol.envelope import CONTROL, FORWARDED, HEARTBEAT, QUIET_MS_MAX, open_envelope, seal
 from dynamoth_client.machines.sequences import LATE_S
 from dynamoth_sim.cluster import PUBLISH_TIMEOUT_S, VERSION_READ_INTERVAL_S
 from dynamoth_sim.load.clients import PublisherApp
@@ -297,6 +297,26 @@ def copied_id(stage: Stage) -> None:
     stage.expect_gaps(1, channel)
 
 
+def moved_ahead(stage: Stage) -> None:
+    """Case 106. Somebody copies the id of P, and says with heartbeats, again and again, that P is ahead.
+
+    They seem to be older than the subscription, so they are believed. P's messages are lost, as S takes them for
+    copies. When that has gone on for long, a gap event says so, although the latest heartbeat is young.
+    """
+    channel = stage.channel_at("s1")
+    subscriber = stage.subscriber("S", channel)
+    publisher = stage.publisher("P", channel)
+    stage.run(0.1)
+    [message] = [r.data for r in stage.records("gets", who=subscriber.name, channel=channel) if r.data][-1:]
+    stage.cluster.audit.has_forger = True
+    for number in range(2, 6):
+        ahead = seal(open_envelope(message).publisher, number, 0, b"", HEARTBEAT, QUIET_MS_MAX)
+        stage.cluster.servers["s1"].inject(channel, ahead)
+        stage.run(LATE_S * 0.3)
+        stage.publish(publisher, channel)
+    stage.expect_gaps(1, channel)
+
+
 def forwarded_late(stage: Stage) -> None:
     """Case 57. The agent of s1 hangs for long; P's old route still names s1, which forwards P's messages when it wakes.
 
@@ -341,6 +361,7 @@ SCENARIOS: dict[str, Scenario] = {
     "48-copied-id": Scenario(copied_id, losses_allowed=True),
     "49-old-server-hangs": Scenario(old_server_hangs, losses_allowed=True),
     "57-forwarded-late": Scenario(forwarded_late),
+    "106-moved-ahead": Scenario(moved_ahead, losses_allowed=True),
     "58-sent-again-late": Scenario(sent_again_late, losses_allowed=True),
     "59-replica-hangs": Scenario(replica_hangs, losses_allowed=True),
     "65-new-agent-is-gone": Scenario(new_agent_is_gone, losses_allowed=True),
