@@ -27,8 +27,8 @@ LISTING_S = 1.0
 """More than half of the servers have this time to say which servers the plan has."""
 
 RENEWED_LATE = (
-    "it was not renewed in time: this process, or servers, were held up for longer than it lasts; give them the CPU that"
-    " they need, or raise lease_s in section [balancer]"
+    "it was not renewed in time: this process, or servers, were held up for longer than it lasts; give them the CPU"
+    " that they need, or raise lease_s in section [balancer]"
 )
 """Why a lease was lost that nobody else holds and no server refuses."""
 

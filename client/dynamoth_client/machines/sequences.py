@@ -39,8 +39,9 @@ goes on below it in the meantime, it is refused and reported as a gap of one. A 
 began, or went on behind a gap, is a late copy for ``LATE_S``, and always if an agent has forwarded it: an agent that
 hangs, or that a flood delays, forwards what it has when it goes on. Otherwise somebody has probably moved the stream
 ahead of its publisher: it is reported as a gap, at most once per ``LATE_S``. Who moves an open stream ahead again and
-again does not put that off: the time counts from the first of such moves. A shorter loss stays silent, and so does one by
-forged messages that continue a publisher's numbers: they take the places of the true ones, which are dropped as copies.
+again does not put that off: the time counts from the first of such moves. A shorter loss stays silent, and so does one
+by forged messages that continue a publisher's numbers: they take the places of the true ones, which are dropped as
+copies.
 
 Raw messages that a dispatcher numbered (RAW) have no order to keep, as others of the same publisher come without a
 number: they are delivered as they come, each number once. Where a channel becomes plain, its publishers have sent
@@ -147,8 +148,8 @@ class Stream:
     _numbers: list[int] = field(default_factory=list[int])
     #: While opening: lower numbers were delivered to an earlier subscription of the same subscriber.
     floor: int = 0
-    #: Every number from this one to ``next`` was delivered, or is a lost tail that was reported; and since when, or since
-    #: when the stream has been moved ahead in silence, each time within ``LATE_S``.
+    #: Every number from this one to ``next`` was delivered, or is a lost tail that was reported; and since when, or
+    #: since when the stream has been moved ahead in silence, each time within ``LATE_S``.
     begun: int = 0
     _begun_at: float = 0.0
     #: When the subscription was confirmed, as of the latest message that was not simply the expected one.
