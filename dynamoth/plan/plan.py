@@ -281,10 +281,14 @@ class Plan:
         """Return the next version (or ``version``) with the ``changed`` entries.
 
         Raises:
-            PlanError: a route names a server that the plan does not list, or an epoch or phase would go back.
+            PlanError: a route names a server that the plan does not list, or an epoch or phase would go back, or an
+                epoch is above the version.
 
         """
+        next_version = self.version + 1 if version is None else version
         for channel, entry in changed.items():
+            if entry.route.epoch > next_version:
+                raise PlanError(f"the entry of {channel!r} has epoch {entry.route.epoch} in version {next_version}")
             for server in (server for route in entry.live_routes for server in route.assignment.servers):
                 if server not in self.servers:
                     raise PlanError(f"the entry of {channel!r} names server {server!r}, which the plan does not list")
@@ -293,7 +297,7 @@ class Plan:
             if is_slot(channel) and any(route.assignment.mode is not Mode.SINGLE for route in entry.live_routes):
                 raise PlanError(f"{channel.decode()} is a slot, and slots have one server")
         entries = MappingProxyType({**self.entries, **changed})
-        return self._replaced(version=self.version + 1 if version is None else version, entries=entries)
+        return self._replaced(version=next_version, entries=entries)
 
     def with_compatibility(self, rules: Iterable[CompatibilityRule]) -> Plan:
         """Return the next version, with these compatibility rules. Raises PlanError.

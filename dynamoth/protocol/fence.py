@@ -17,7 +17,8 @@ from typing import Any
 from dynamoth.machine.events import CommandPart
 from dynamoth.names import TERM_KEY
 
-TERM_MAX = 2**32 - 1
+TERM_MAX = 2**32 - 1 - 10_000
+"""No balancer claims a higher term, as the last versions are kept in reserve (``VERSIONS_IN_RESERVE``)."""
 
 REFUSAL = "FENCED"
 """The first word of the error that refuses a write of an older term."""
@@ -25,7 +26,7 @@ REFUSAL = "FENCED"
 READ_TERM: tuple[bytes, ...] = (b"GET", TERM_KEY)
 
 _BEGIN = b"""local stored = tonumber(redis.pcall('GET', KEYS[1]))
-if not stored or not (stored >= 0 and stored <= 4294967295) then stored = 0 end
+if not stored or not (stored >= 0 and stored <= 4294957295) then stored = 0 end
 local term = tonumber(ARGV[1])
 local function call(...)
   local reply = redis.pcall(...)

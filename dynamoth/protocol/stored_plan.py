@@ -121,8 +121,9 @@ def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
     version, run, own, rules, ring, slot = _fields(reply)
     if version is None or not _believed(run, run_id):
         return None
-    entries = [None if packed is None else unpack_entry(packed) for packed in (own, slot)]
-    return StoredEntry(_number(version), entries[0], _rules(rules), ring, entries[1])
+    number = _number(version)
+    entries = [None if packed is None else _possible(unpack_entry(packed), number) for packed in (own, slot)]
+    return StoredEntry(number, entries[0], _rules(rules), ring, entries[1])
 
 
 def parse_rules(reply: Any, run_id: str | None) -> Compatibility | None:
@@ -205,8 +206,15 @@ def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = No
     )
 
 
+def _possible(entry: Entry, version: int) -> Entry:
+    """Return an entry, unless no plan of this version can have it: later changes of the channel would be older."""
+    if entry.route.epoch > version:
+        raise MalformedMessage(f"an entry has epoch {entry.route.epoch}, and the stored plan only version {version}")
+    return entry
+
+
 def _entry_of(header: Plan, channel: bytes, value: bytes) -> Entry:
-    entry = unpack_entry(value)
+    entry = _possible(unpack_entry(value), header.version)
     for route in entry.live_routes:
         if any(server not in header.servers for server in route.assignment.servers):
             raise MalformedMessage(f"the stored plan sends channel {channel!r:.60} to a server that it does not list")

@@ -33,6 +33,17 @@ def test_an_agent_that_has_gone_with_its_server_is_noted_when_the_server_is_back
     assert agents.note_changes({"s1"}, 12.0) == []
 
 
+def test_a_flood_of_processes_that_speak_for_a_server_is_a_conflict() -> None:
+    """The real one is forgotten between two of its messages, so that it always seems to be new."""
+    agents = Agents(["s1"], stale_s=5.0)
+    for second in range(3):
+        agents.hear("s1", 7, float(second))
+        for forged in range(VOICES_MAX):
+            agents.hear("s1", 1000 * second + FORGED + forged, second + 0.5)
+    assert agents.is_in_conflict("s1", 3.0)
+    assert "several processes speak as the agent of server s1" in str(agents.why_not("s1", 3.0))
+
+
 def test_nothing_begins_where_two_processes_speak_for_one_server_and_its_load_is_not_believed() -> None:
     cluster, balancer = started()
     for _ in range(4):

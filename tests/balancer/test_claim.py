@@ -6,8 +6,9 @@ from typing import Any
 
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.plan.plan import EPOCH_MAX, TAKEOVER_VERSIONS
-from dynamoth.protocol.fence import claim
+from dynamoth.protocol.fence import CLAIM_SCRIPT, TERM_MAX, claim, parse_term
 from dynamoth_balancer.install.claim import RETRY_S, Claim
+from dynamoth_balancer.install.recovery import VERSIONS_IN_RESERVE
 
 SERVERS = ("s1", "s2", "s3")
 
@@ -40,6 +41,13 @@ def test_a_term_is_above_all_terms_and_versions_that_are_seen() -> None:
     made.on_reply("s2", "claim", 0)
     assert made.term == 5500 + TAKEOVER_VERSIONS
     assert _is_granted(made)
+
+
+def test_a_term_that_leaves_no_versions_counts_as_none() -> None:
+    assert parse_term(b"%d" % TERM_MAX) == TERM_MAX
+    assert parse_term(b"%d" % (TERM_MAX + 1)) == 0
+    assert b"stored <= %d)" % TERM_MAX in CLAIM_SCRIPT
+    assert TERM_MAX == EPOCH_MAX - VERSIONS_IN_RESERVE
 
 
 def test_nothing_is_claimed_before_more_than_half_have_answered_and_all_that_are_connected() -> None:

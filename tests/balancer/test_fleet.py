@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
 from dynamoth_balancer.provision.fleet import (
+    FREED_AT_ONCE_MAX,
     PROVISIONER,
     UNHEARD_S,
     AddServer,
@@ -452,6 +453,18 @@ def test_what_a_dead_balancer_has_started_is_used_or_freed() -> None:
 
     assert fleet.look(view, 0.0) == [FreeServer("auto-2-1")]
     assert fleet.lives["auto-1-1"] is Life.ACTIVE
+
+
+def test_what_nobody_knows_is_freed_a_few_at_a_time() -> None:
+    fleet = Fleet(OPTIONS)
+    view = FleetView({"s1": Member(0.5)})
+    fleet.on_running([f"auto-9-{number}" for number in range(3 * FREED_AT_ONCE_MAX)], view, 0.0)
+
+    freed = fleet.look(view, 0.0)
+    assert len(freed) == FREED_AT_ONCE_MAX
+    assert fleet.look(view, 1.0) == []
+    fleet.on_freed("auto-9-0")
+    assert fleet.look(view, 2.0) == [FreeServer(f"auto-9-{FREED_AT_ONCE_MAX}")]
 
 
 # Server-seconds.

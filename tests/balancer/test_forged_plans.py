@@ -113,6 +113,18 @@ def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balance
     assert balancer.machine.overview.all_counters()["copies_conflicting"] == 1
 
 
+def test_an_entry_above_the_version_is_left_out_and_the_channel_can_be_moved() -> None:
+    """No balancer can have written it, and no later change of the channel would be newer."""
+    cluster, balancer = started(3)
+    good = moved(cluster, balancer)
+    last = replace(good.entries[b"real"], route=replace(good.entries[b"real"].route, epoch=EPOCH_MAX))
+    cluster.kill(balancer)
+    for server in ("s1", "s3"):
+        forge(cluster, partial(with_entry, b"real", last), server)
+    cluster.run(10)
+    check_right(cluster, cluster.started(NO_DECISIONS), good)
+
+
 def test_the_entries_of_a_large_plan_are_looked_at_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamoth_balancer.install.copies.ENTRIES_PER_COMMAND", 50)
     keeps_entries = replace(NO_DECISIONS, fold_interval_s=1e6)

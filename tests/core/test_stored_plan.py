@@ -276,9 +276,18 @@ def test_refuses_a_reply_of_another_shape(reply: Any) -> None:
 def test_refuses_an_entry_that_sends_to_an_unlisted_server() -> None:
     redis = holding(PLAN_0)
     for entry in (
-        Entry(Route(1, single("s9")), Phase.SETTLED),
-        Entry(Route(1, single("s1")), Phase.ACTIVE, (Route(0, single("s9")),)),
+        Entry(Route(0, single("s9")), Phase.SETTLED),
+        Entry(Route(0, single("s1")), Phase.ACTIVE, (Route(0, single("s9")),)),
     ):
         redis[PLAN_KEY][b"c:" + C] = pack_entry(entry)
         with pytest.raises(MalformedMessage, match="does not list"):
             redis.whole(RUN)
+
+
+def test_refuses_an_entry_with_an_epoch_above_the_version() -> None:
+    redis = holding(PLAN_0)
+    redis[PLAN_KEY][b"c:" + C] = pack_entry(Entry(Route(1, single("s1")), Phase.SETTLED))
+    with pytest.raises(MalformedMessage, match="has epoch 1, and the stored plan only version 0"):
+        redis.whole(RUN)
+    with pytest.raises(MalformedMessage, match="has epoch 1, and the stored plan only version 0"):
+        redis.entry(C, RUN)

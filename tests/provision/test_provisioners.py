@@ -78,6 +78,10 @@ def test_a_command_can_be_run_in_the_event_loop_of_a_balancer(tmp_path: Path) ->
         ("import sys; print('quota'); sys.exit(3)", "ends with status 3: quota"),
         ("import sys; sys.exit(3)", "ends with status 3: it writes nothing"),
         ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL: it writes nothing"),
+        ("import os; os.kill(os.getpid(), 35)", "was killed by signal 35: it writes nothing"),
+        ("print('[' * 100000)", r"must write one JSON object to stdout, not: \["),
+        (r"""print('{"url": "redis://\\ud800:x@a"}')""", r"a url that cannot be used: 'redis://\\ud800:x@a'"),
+        ("print('{\"url\": \"redis://' + 'a' * 5000 + '\"}')", r"a url that cannot be used: 'redis://a+ \.\.\.$"),
         ("print('x' * 10000)", r"not: x{200} \.\.\.$"),
         (f"print('x' * {2 * ANSWER_BYTES_MAX})", f"writes more than {ANSWER_BYTES_MAX} bytes"),
         ("while True: print('x' * 10000)", f"writes more than {ANSWER_BYTES_MAX} bytes"),
@@ -91,6 +95,11 @@ async def test_what_a_command_does_wrong_is_said_in_words(script: str, text: str
 async def test_a_list_of_something_else_than_ids_is_refused() -> None:
     with pytest.raises(ProvisionerFailed, match="answers without a list of ids"):
         await command("print('{\"ids\": [7]}')").running()
+    with pytest.raises(ProvisionerFailed, match=r"answers with an id that no server has: 'auto-\\ud800'"):
+        await command(r"""print('{"ids": ["auto-1-1", "auto-\\ud800"]}')""").running()
+    many = "import json; print(json.dumps({'ids': [f'auto-{n}-1' for n in range(2000)]}))"
+    with pytest.raises(ProvisionerFailed, match="answers with 2000 ids, and may list at most 1000"):
+        await command(many).running()
 
 
 async def test_a_command_that_does_not_exist_is_said_so() -> None:

@@ -94,7 +94,9 @@ class Agents:
             voice = Voice(now)
             agent.asked_at = -math.inf
             if len(agent.voices) >= VOICES_MAX:
-                del agent.voices[next(iter(agent.voices))]
+                dropped = agent.voices.pop(next(iter(agent.voices)))
+                if now - dropped.heard_at < self._alone_s:  # no agent is restarted that often
+                    agent.conflict_at = now
         elif latest is not None and latest != incarnation and now - agent.voices[latest].heard_at < self._alone_s:
             agent.conflict_at = now
         voice.heard_at = now

@@ -23,6 +23,12 @@ REPORTS_MAX = 1000
 """Bound of the reports that are remembered: those of the default ``averaging_s`` at 100 servers."""
 
 
+SHOWN_CHARACTERS_MAX = 64
+"""Bound of an id of a server that somebody says in a message, in the log: the longest that a configuration allows."""
+
+RESTARTED = "an agent has restarted"
+
+
 class HeardReport(NamedTuple):
     """A report that counts, and when it was heard."""
 
@@ -60,7 +66,7 @@ class Hearing:
             "an agent speaks at a server that is not its own: correct its configuration, or stop Redis replication"
             " (REPLICAOF) between these servers"
         )
-        return [Note("error", text, {"server": server, "agent_of": message.server})]
+        return [Note("error", text, {"server": server, "agent_of": message.server[:SHOWN_CHARACTERS_MAX]})]
 
     def _agent_says(
         self, message: Report | PlanAck | Vacated, installer: Installer | None, now: float
@@ -70,7 +76,7 @@ class Hearing:
         before = self._agents.incarnation(server)
         if self._agents.hear(server, incarnation, now) and before is not None:
             self._model.on_agent_restart(server)
-            actions.append(Note("info", "an agent has restarted", {"server": server}))
+            actions.append(Note("info", RESTARTED, {"server": server}))
         alone = self._agents.speaks_alone(server, incarnation, now)
         self._counters["contested_messages"] += not alone
         if isinstance(message, Report):

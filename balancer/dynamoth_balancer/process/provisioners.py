@@ -15,10 +15,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.protocol.plan_wire import TEXT_MAX
 from dynamoth_link.urls import parse_server_url
 
 ANSWER_BYTES_MAX = 1_000_000
 """Bound of what a command may write. Its answers have some hundred bytes."""
+
+IDS_MAX = 1000
+"""Most servers that a list may have: each of those that nobody knows is freed by a command of its own."""
 
 SHOWN_CHARACTERS_MAX = 200
 """Bound of what a problem shows of a command's output."""
@@ -109,6 +113,8 @@ class CommandProvisioner:
         url = answer.get("url")
         if not isinstance(url, str):
             raise ProvisionerFailed(f"{self._name} answers without a url: {_shown(json.dumps(answer))}")
+        if not _is_short(url):
+            raise ProvisionerFailed(f"{self._name} answers with a url that cannot be used: {_shown(ascii(url))}")
         try:
             _check_url(url)
         except ConfigError as error:
@@ -125,6 +131,10 @@ class CommandProvisioner:
         ids: Any = answer.get("ids")
         if not _is_list_of_text(ids):
             raise ProvisionerFailed(f"{self._name} answers without a list of ids: {_shown(json.dumps(answer))}")
+        if len(ids) > IDS_MAX:
+            raise ProvisionerFailed(f"{self._name} answers with {len(ids)} ids, and may list at most {IDS_MAX}")
+        if strange := [id_ for id_ in ids if not _is_short(id_)]:
+            raise ProvisionerFailed(f"{self._name} answers with an id that no server has: {_shown(ascii(strange[0]))}")
         return list(ids)
 
     @property
@@ -135,11 +145,11 @@ class CommandProvisioner:
         """Run the command; return the object that it answers with."""
         status, output, errors = await self._run(json.dumps(request).encode() + b"\n")
         if status != 0:
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ends with status {status}"
+            how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ends with status {status}"
             raise ProvisionerFailed(f"{self._name} {how}: {_shown(errors or output) or 'it writes nothing'}")
         try:
             answer: object = json.loads(output)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             text = _shown(output) or "nothing"
             raise ProvisionerFailed(f"{self._name} must write one JSON object to stdout, not: {text}") from error
         if not isinstance(answer, dict):
@@ -233,6 +243,19 @@ async def _end(transport: asyncio.SubprocessTransport, run: _CommandRun) -> None
 def _signal(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal; most real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _is_short(text: str) -> bool:
+    """Return whether a plan can have this as an id or a URL."""
+    return 0 < len(text) <= TEXT_MAX and text.isprintable()
 
 
 def _check_url(url: str) -> None:

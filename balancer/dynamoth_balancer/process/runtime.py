@@ -27,6 +27,7 @@ from dynamoth_balancer.events import (
     Shutdown,
     Stopped,
 )
+from dynamoth_balancer.install.hearing import RESTARTED
 from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.machine import CONNECTED, BalancerMachine
 from dynamoth_balancer.options import BalancerOptions
@@ -139,8 +140,9 @@ class _BalancerProcess(DaemonProcess[BalancerNews | ProvisionerRequest]):
             case Note(level, message, details):
                 fields = dict(details)
                 cause = fields.pop("reason", None) or fields.get("reply")
-                # Connections that come and go are repeated, too.
-                write(_LEVELS[level], message, cause, limited=True if message == CONNECTED else None, **fields)
+                # Connections that come and go are repeated, too, and so is what anybody can say.
+                limited = True if message in (CONNECTED, RESTARTED) else None
+                write(_LEVELS[level], message, cause, limited=limited, **fields)
             case PlanChanged(plan, reason):
                 message, in_transition = "the plan has a new version", self._machine.overview.transitions
                 write(logging.INFO, message, reason, plan_version=plan.version, in_transition=in_transition)

@@ -35,6 +35,9 @@ from dynamoth_balancer.provision.options import FleetOptions
 ID_PREFIX = "auto-"
 """Ids of servers that the fleet has started begin with this."""
 
+FREED_AT_ONCE_MAX = 16
+"""Most servers that are being freed at a time: a list of a provisioner may have many that nobody knows."""
+
 CHANGE_RETRY_S = 1.0
 """A change of the plan's servers that has had no effect is asked for again after this time."""
 
@@ -461,6 +464,7 @@ class Fleet:
     # Requests.
 
     def _requests(self, view: FleetView, now: float) -> Iterator[FleetAction]:
+        freeing = sum(self._servers[id_].expires_at is not None for id_ in self._in(Life.GONE))
         for id_, server in self._servers.items():
             if server.expires_at is not None or now < server.retry_at:
                 continue
@@ -477,7 +481,8 @@ class Fleet:
                 case Life.GONE if id_ in view.members:
                     server.retry_at = now + CHANGE_RETRY_S
                     yield RemoveServer(id_)
-                case Life.GONE if id_ not in view.leaving:
+                case Life.GONE if id_ not in view.leaving and freeing < FREED_AT_ONCE_MAX:
+                    freeing += 1
                     server.expires_at = now + self.options.answer_timeout_s
                     yield FreeServer(id_)
                 case _:

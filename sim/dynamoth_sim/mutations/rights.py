@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 
+from dynamoth.protocol import stored_plan
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.copies import PlanCopy
 from dynamoth_dispatcher.machine import DispatcherMachine
@@ -32,8 +33,14 @@ def no_audit() -> AbstractContextManager[None]:
     return replaced(PlanCopy, _audit=no_actions)
 
 
+def any_epoch_is_possible() -> AbstractContextManager[None]:
+    """Stored entries are believed whatever epoch they have."""
+    return replaced(stored_plan, _possible=lambda entry, version: entry)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("60-may-not-observe", blind_is_believed, "expected"),
     Check("61-forged-acknowledgement", any_voice_counts, "expected"),
     Check("64-forged-entry", no_audit, "expected"),
+    Check("107-forged-epoch", any_epoch_is_possible, "expected"),
 )

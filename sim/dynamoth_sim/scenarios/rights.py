@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
-from dynamoth.plan.plan import Phase, single
+from dynamoth.plan.plan import EPOCH_MAX, Phase, Route, single
 from dynamoth.protocol.control import PlanAck, pack_control
 from dynamoth.protocol.plan_wire import pack_entry
 from dynamoth_sim.scenarios.stage import Scenario, Stage
@@ -77,8 +77,32 @@ def forged_entry(stage: Stage) -> None:
     stage.publisher("P", channel)
 
 
+def forged_epoch(stage: Stage) -> None:
+    """Case 107. While no balancer runs, somebody writes an entry with the last of all epochs to every stored plan.
+
+    Neither clients nor the next balancer follow it: no later change of the channel would be newer.
+    """
+    channel = stage.channel_at("s1")
+    stage.move(channel, "s2")
+    plan, balancer = stage.cluster.stored_plan("s1"), stage.cluster.balancer
+    assert plan is not None
+    balancer.crash()
+    last = pack_entry(replace(plan.entries[channel], route=Route(EPOCH_MAX, single("s3"))))
+    copies, field = [stage.cluster.servers[server].hash for server in stage.cluster.present], b"c:" + channel
+    for copy in copies:
+        copy(PLAN_KEY)[field] = last
+    stage.run(1.0)
+    balancer.start()
+    stage.wait("the entry is overwritten", lambda: all(copy(PLAN_KEY).get(field) != last for copy in copies))
+    stage.subscriber("S", channel)
+    publisher = stage.publisher("P", channel)
+    stage.move(channel, "s3")
+    stage.publish(publisher, channel)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "60-may-not-observe": Scenario(may_not_observe, opened=False),
     "61-forged-acknowledgement": Scenario(forged_acknowledgement),
     "64-forged-entry": Scenario(forged_entry),
+    "107-forged-epoch": Scenario(forged_epoch),
 }
