@@ -9,6 +9,13 @@ exactly the names of the channels that the application may use. ``dynamoth acl``
 
 from __future__ import annotations
 
+import re
+
+SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
+"""Matches what a server may be called. ``ID=URL`` in a list with spaces names every server."""
+SERVER_ID_WORDS = "a name of up to 64 letters, digits, '.', '_' and '-'"
+"""The same in words."""
+
 RESERVED_PREFIX = b"__dynamoth__:"
 
 PLAN_KEY = RESERVED_PREFIX + b"plan"

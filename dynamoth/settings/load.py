@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from dynamoth.errors import ConfigError
+from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
 from dynamoth.plan.compatibility import PATTERN_BYTES_MAX
 from dynamoth.settings.declare import ENVIRONMENT_PREFIX, Declared, fault, one_of, to_text
 from dynamoth.settings.sections import ClusterSettings, CompatibilitySettings, Config, ServerSettings
@@ -190,7 +191,6 @@ def _from_file(file: ConfigText) -> Iterable[_Given]:
 
 # Servers and rules: lists of tables. In flags and environment variables an item is NAME=VALUE.
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
 _CREDENTIALS = re.compile(r"(?<=://).*(?=@)", re.DOTALL)
 
 
@@ -257,8 +257,8 @@ def _parse_servers(declared: Declared, raw: Any, place: str) -> tuple[ServerSett
 
 def _parse_server(table: _Table) -> ServerSettings:
     id_, url, limit = (table.values.get(name) for name in ("id", "url", "outgoing_bytes_per_s_max"))
-    if not isinstance(id_, str) or not _ID.fullmatch(id_):
-        raise table.fault("id", "a name of up to 64 letters, digits, '.', '_' and '-'", id_)
+    if not isinstance(id_, str) or not SERVER_ID.fullmatch(id_):
+        raise table.fault("id", SERVER_ID_WORDS, id_)
     if not isinstance(url, str) or "://" not in url:
         raise table.fault("url", "a URL, redis://host:port or rediss://host:port,", url)
     if "@" in url:

@@ -185,11 +185,15 @@ def test_a_server_that_is_down_is_removed() -> None:
     [
         ("s1", "redis://s9", "server s1 is in the plan with the URL redis://s1: give the new server another id"),
         ("s9", "redis://s1", "redis://s1 is the server s1: a server has one id"),
-        ("", "redis://s9", "the id of a server has 1 to 2000 characters"),
+        ("", "redis://s9", "the id of a server is a name of up to 64 letters, digits, '.', '_' and '-'"),
+        ("s 9", "redis://s9", "the id of a server is a name of up to 64 letters"),
+        ("s9", "redis://user:secret@s9", "the URL of a server has no user and no password"),
         ("s9", "\n", "the URL of a server has 1 to 2000 characters"),
         ("s4", "redis://nowhere", "s4 cannot be reached at its URL:"),
         ("s4", "redis://same", "s4 is the server s2, by another URL"),
         ("s4", "redis://replica", "s4 is a replica, and stores nothing itself: name its master"),
+        ("s4", "redis://cluster", "s4 is a node of a Redis Cluster, and Dynamoth uses standalone servers"),
+        ("s4", "redis://sentinel", "s4 is a Sentinel, and Dynamoth uses standalone servers"),
         ("s4", "redis://other", "s4 stores the plan of another cluster, with the servers x1, x2"),
         ("s4", "redis://led", "s4 does not give the balancer its lease: another balancer holds it there"),
         ("s4", "redis://refuses", "s4 does not give the balancer its lease: NOPERM"),
@@ -206,6 +210,8 @@ def test_a_server_that_cannot_be_used_is_not_added_and_nothing_changes(server: s
             new.run_id = cluster.servers["s2"].run_id
         case "replica":
             new.role = "slave"
+        case "cluster" | "sentinel" as mode:
+            new.mode = mode
         case "other":
             new.put_plan(Plan.initial([Server("x1", "redis://x1"), Server("x2", "redis://x2")]))
         case "led":

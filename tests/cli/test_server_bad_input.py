@@ -68,6 +68,12 @@ def test_what_is_not_a_redis_server_is_not_added(refusal: Refusal, web_server: i
     assert "s9 cannot be reached at its URL: " in refusal("add", "s9", f"redis://{HOST}:{free_port}")
 
 
+def test_a_node_of_a_redis_cluster_is_not_added(refusal: Refusal) -> None:
+    with EmbeddedRedis(options={"cluster-enabled": "yes"}) as node:
+        reason = refusal("add", "s9", f"redis://{HOST}:{node.port}")
+    assert reason.startswith("s9 is a node of a Redis Cluster, and Dynamoth uses standalone servers")
+
+
 def test_a_replica_a_second_id_and_a_wrong_password_are_not_added(cluster: LocalCluster, refusal: Refusal) -> None:
     master = cluster.redis["s1"].port
     with EmbeddedRedis(options={"replicaof": f"{HOST} {master}"}) as replica, EmbeddedRedis(password="x") as closed:

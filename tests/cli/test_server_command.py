@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynamoth_cli.commands.server import describe_change, describe_servers
+from dynamoth_cli.main import main
+from dynamoth_daemon.exit_codes import EXIT_REFUSED
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,12 @@ from dynamoth_cli.commands.server import describe_change, describe_servers
 )
 def test_a_change_is_described(action: str, note: str, text: str) -> None:
     assert describe_change({"action": action, "server": "s1", "version": 7, "note": note}) == text
+
+
+def test_a_url_with_a_password_goes_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server", "add", "s4", "redis://:secret@localhost:1", "--url", "redis://localhost:1"]) == EXIT_REFUSED
+    printed = capsys.readouterr().err
+    assert "the plan shows URLs to every client: leave them out" in printed and "secret" not in printed
 
 
 def test_servers_are_listed_with_what_is_left() -> None:

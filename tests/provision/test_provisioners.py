@@ -182,6 +182,14 @@ async def test_a_pool_gives_each_server_once_and_takes_it_back() -> None:
     assert await pool.running() == ["auto-1-2", "auto-3-1"]
 
 
+async def test_a_pool_tries_another_server_than_the_one_that_was_just_put_back() -> None:
+    pool = PoolProvisioner(["redis://down", "redis://up"])
+
+    assert await pool.start("auto-1-1") == "redis://down"
+    await pool.free("auto-1-1")
+    assert await pool.start("auto-1-2") == "redis://up"
+
+
 async def test_a_pool_does_not_give_what_the_plan_uses() -> None:
     pool = PoolProvisioner(["redis://a", "redis://b"])
     pool.adopt({"auto-1-1": "redis://a", "s1": "redis://c"})

@@ -50,7 +50,7 @@ class Spread:
             for giver in reversed(givers):
                 wanted = int(shares[id_]) - cluster.slots_with(id_)
                 spare = cluster.slots_with(giver) - int(shares[giver])
-                moves += _give(cluster, targets[giver], targets[id_], min(wanted, spare))
+                moves += _give(cluster, targets[giver], targets[id_], min(wanted, spare), int(shares[id_]))
         return moves
 
     def permits(self, cluster: Cluster, move: Move) -> bool:
@@ -58,10 +58,10 @@ class Spread:
         return True
 
 
-def _give(cluster: Cluster, source: ServerLoad, target: ServerLoad, number: int) -> list[Move]:
-    """Move up to ``number`` slots, as far as the target has room, the quietest first."""
+def _give(cluster: Cluster, source: ServerLoad, target: ServerLoad, number: int, share: int) -> list[Move]:
+    """Move up to ``number`` slots, as far as the target has room, the quietest first. ``share`` is the target's."""
     moves: list[Move] = []
-    reason = f"{target.id} has {cluster.slots_with(target.id)} of {SLOTS} slots, less than its share"
+    reason = f"{target.id} has {cluster.slots_with(target.id)} slots, and its share by size is {share} of {SLOTS}"
     for load in sorted(cluster.slots.get(source.id, ())):
         if len(moves) >= number:
             break

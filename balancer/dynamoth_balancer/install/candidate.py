@@ -18,6 +18,8 @@ TAG = "candidate"
 
 ROLE = re.compile(rb"^role:(\w+)", re.MULTILINE)
 
+MODE = re.compile(rb"^redis_mode:(\w+)", re.MULTILINE)
+
 
 class Candidate:
     """A server that may be added. ``fault`` says in words why it cannot be; empty while nothing speaks against it."""
@@ -36,7 +38,7 @@ class Candidate:
         self.is_up, self.run_id, self.is_known = True, run_id, False
         self.fault = f"{self.server.id} has not said yet what it is"
         return [
-            Send(self.server.id, (b"INFO", b"replication"), (TAG, "role")),
+            Send(self.server.id, (b"INFO",), (TAG, "role")),
             Send(self.server.id, READ_HEADER, (TAG, "header")),
         ]
 
@@ -59,7 +61,10 @@ class Candidate:
         id_ = self.server.id
         if isinstance(info, ErrorReply):
             return f"{id_} does not say whether it is a replica ({info}): see the rights that 'dynamoth acl' prints"
-        role = ROLE.search(info) if isinstance(info, bytes) else None
+        role, mode = (each.search(info) if isinstance(info, bytes) else None for each in (ROLE, MODE))
+        if mode is not None and mode[1] != b"standalone":
+            what = {b"cluster": "a node of a Redis Cluster", b"sentinel": "a Sentinel"}.get(mode[1], "no single server")
+            return f"{id_} is {what}, and Dynamoth uses standalone servers (cluster-enabled no): name one"
         if role is not None and role[1] != b"master":
             return f"{id_} is a replica, and stores nothing itself: name its master, or type REPLICAOF NO ONE there"
         same = next((known for known, run_id in run_ids.items() if run_id is not None and run_id == self.run_id), None)

@@ -21,6 +21,7 @@ from typing import Any
 
 from dynamoth.errors import RequestRefused
 from dynamoth.machine.events import Connect, Disconnect, Send
+from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
 from dynamoth.plan.administration import Administration
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.plan_wire import TEXT_MAX
@@ -41,6 +42,11 @@ ADD_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 5.0
 """A removal is answered after this time even if somebody still listens at the server. Clients with patterns need about
 two seconds."""
+
+CREDENTIALS = (
+    "the URL of a server has no user and no password, as the plan shows it to every client: leave them out, and set"
+    " link.username and link.password of the daemons"
+)
 
 _LOST = "the balancer has lost its lease meanwhile: ask again"
 
@@ -118,9 +124,12 @@ class Membership:
 
     @staticmethod
     def _check_new(server: Server, installer: Installer) -> None:
-        for value, what in ((server.id, "id"), (server.url, "URL")):
-            if not value or len(value) > TEXT_MAX or not value.isprintable():
-                raise RequestRefused(f"the {what} of a server has 1 to {TEXT_MAX} characters that can be printed")
+        if not SERVER_ID.fullmatch(server.id):
+            raise RequestRefused(f"the id of a server is {SERVER_ID_WORDS}: give it another one")
+        if not server.url or len(server.url) > TEXT_MAX or not server.url.isprintable():
+            raise RequestRefused(f"the URL of a server has 1 to {TEXT_MAX} characters that can be printed")
+        if "@" in server.url:
+            raise RequestRefused(CREDENTIALS)
         plan = installer.plan
         if server.id in plan.servers:
             raise RequestRefused(
@@ -253,7 +262,10 @@ class Membership:
         servers: Iterable[Server] | None,
         now: float,
     ) -> list[InnerAction]:
-        reason = f"an administrator: {order.result['action']} {order.result['server']}"
+        action, server = order.result["action"], order.result["server"]
+        provisioned = administration.provisioned | installer.plan.administration.provisioned
+        is_fleet = action in (ADD, REMOVE) and server in provisioned - installer.draining
+        reason = f"{'the fleet' if is_fleet else 'an administrator'}: {action} {server}"
         actions = installer.administer(administration, servers, reason, now)
         order.version, order.since = installer.plan.version, now
         return actions

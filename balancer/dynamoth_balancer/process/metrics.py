@@ -28,7 +28,7 @@ _GAUGES: Mapping[str, str] = {
     "fleet_active": "Servers of the provisioner that take part",
     "fleet_draining": "Servers of the provisioner that give up their channels, as the load is low",
     "fleet_gone": "Servers that the provisioner is to free",
-    "fleet_server_seconds": "Time that all servers together have run while this balancer led",
+    "fleet_server_seconds": "Time of all servers while this balancer led, each from its request until it is freed",
 }
 
 _GAUGES_BY_SERVER: Mapping[str, str] = {

@@ -277,8 +277,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _shown(text: str) -> str:
-    """Return output of a command in one line of bounded length."""
-    line = " ".join(text.split())
+    """Return output of a command in one line of bounded length, which a terminal shows as it is."""
+    line = "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
     return line if len(line) <= SHOWN_CHARACTERS_MAX else line[:SHOWN_CHARACTERS_MAX] + " ..."
 
 
@@ -286,7 +286,8 @@ class PoolProvisioner:
     """Takes servers from a pool of standby servers that always run, each with its agent, under fixed URLs.
 
     Nothing is started or stopped: a server of the pool is in use or not. Which id has which server is kept here only;
-    after a restart, ``adopt`` says what the plan uses.
+    after a restart, ``adopt`` says what the plan uses. A server that is put back is the last one to be taken again: it
+    may have been found to be down.
 
     Args:
         urls: the standby servers, each once.
@@ -324,7 +325,10 @@ class PoolProvisioner:
 
     async def free(self, id_: str) -> None:
         """Put a server back; see :class:`Provisioner`."""
-        self._used.pop(id_, None)
+        url = self._used.pop(id_, None)
+        if url is not None:
+            self._urls.remove(url)
+            self._urls.append(url)
 
     async def running(self) -> list[str]:
         """Return the ids that are in use; see :class:`Provisioner`."""

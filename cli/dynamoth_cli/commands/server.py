@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dynamoth.errors import ConfigError
 from dynamoth_cli.admin import ask_balancer, read_header
 from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.numbers import counted
@@ -77,7 +78,13 @@ def _state(server: Mapping[str, Any]) -> dict[str, Any]:
 async def _change(access: Access, arguments: argparse.Namespace) -> Mapping[str, Any]:
     wanted = {"action": arguments.action, "server": arguments.server}
     if arguments.action == "add":
-        wanted["url"] = parse_server_url(arguments.to).url()
+        address = parse_server_url(arguments.to)
+        if address.has_credentials:
+            raise ConfigError(
+                f"{address.redacted()} has credentials, and the plan shows URLs to every client: leave them out, and"
+                " set link.username and link.password of the daemons"
+            )
+        wanted["url"] = address.url()
     return await ask_balancer(access.cluster, "server", wanted, timeout_s=ANSWER_TIMEOUT_S, link=access.link)
 
 

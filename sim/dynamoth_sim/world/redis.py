@@ -106,6 +106,8 @@ class RedisServer:
         }
         #: "master", or "slave" for a replica, as INFO shows it.
         self.role = "master"
+        #: Another one is no standalone server.
+        self.mode = "standalone"
         self._started = world.now
         self.input_bytes = 0
         #: What has left: Redis counts what the socket takes.
@@ -434,6 +436,7 @@ class RedisServer:
         lines = (
             "# Server",
             "redis_version:7.0.15",
+            f"redis_mode:{self.mode}",
             f"run_id:{self.run_id}",
             f"uptime_in_seconds:{int(uptime)}",
             "# Clients",
