@@ -265,6 +265,7 @@ class DispatcherMachine:
         actions: list[DispatcherAction] = []
         if known is None or plan.version >= known.version:
             if known is not None:
+                actions += self.forwarder.follow(plan.servers)  # first, as in _on_change
                 actions += self._catch_up_with(known, plan, {**known.entries, **plan.entries})
             actions += self._adopt(plan, now)
             if known is None or known.compatibility != plan.compatibility:
@@ -381,10 +382,10 @@ class DispatcherMachine:
         if not self._followed.apply(delta):
             return self._followed.read()
         assert known is not None and self.plan is not None, "a change was applied"
-        actions = self._catch_up_with(known, self.plan, delta.entries)
+        # First the servers: some of what is sent may go to new ones.
+        actions = [] if delta.servers is None else self.forwarder.follow(self.plan.servers)
+        actions += self._catch_up_with(known, self.plan, delta.entries)
         self.transitions.plan = self.plan
-        if delta.servers is not None:
-            actions += self.forwarder.follow(self.plan.servers)
         if any(map(is_slot, delta.entries)):  # any channel may inherit from it
             self._forget_at_rest()
             self._forwarding.clear()

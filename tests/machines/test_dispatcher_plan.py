@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.machine.events import ErrorReply, Pushed, Replied, Send
+from dynamoth.machine.events import Connect, ErrorReply, Pushed, Replied, Send
 from dynamoth.names import AGENT_CHANNEL, ANNOUNCE_CHANNEL, BALANCER_CHANNEL, CLIENTS_CHANNEL, replica_channel
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, PlanDelta, Route, single
 from dynamoth.protocol.control import (
@@ -30,9 +30,11 @@ from dynamoth_dispatcher.options import DispatcherOptions, ForwarderOptions, Tra
 from tests.machines.agent import INCARNATION, Agent, copies, marks
 from tests.machines.helpers import (
     ACTIVE,
+    GROWN,
     PLAN_0,
     PREPARED,
     SETTLED,
+    TO_S4,
     C,
     channel_at,
     commands,
@@ -83,6 +85,16 @@ def test_notifies_subscribers_here_when_the_plan_was_begun_anew_with_another_rin
     [ask] = asked_who_listens(agent.read(replace(PLAN_0, version=1000, base=("s2",))))
     assert said(agent.tell(reply(ask, [C]))) == [LossNotice(C, None)]
     assert agent.tell(reply(ask, ErrorReply("NOPERM"))) == []
+
+
+def test_a_loss_is_reported_to_a_server_that_was_added_while_the_channel_moved_there() -> None:
+    """Its server counted as dead meanwhile: it learns of both at once, from the whole plan or from one change."""
+    moved = GROWN.with_entries({C: Entry(TO_S4, Phase.SETTLED, ())}, 4)
+    read, changed = Agent("s1").holding(PLAN_0), Agent("s1").holding(PLAN_0)
+    for actions in (read.read(moved), changed.change(PLAN_0, moved)):
+        assert [connect.link for connect in only(Connect, actions)] == [forward_link("s4")]
+    for agent in (read, changed):
+        assert said(agent.up(forward_link("s4")), forward_link("s4")) == [LossNotice(C, None)]
 
 
 def test_notifies_nobody_who_is_right_in_the_plan_that_has_lost_entries() -> None:

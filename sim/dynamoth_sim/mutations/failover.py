@@ -114,6 +114,7 @@ CHECKS: tuple[Check, ...] = (
     Check("93-server-dies", dead_servers_keep_channels, "expected"),
     Check("93-server-freezes", dead_servers_keep_channels, "expected"),
     Check("94-cut-off", agents_do_not_look_back, "G1"),
+    Check("127-cut-off-while-added", agents_do_not_look_back, "G1"),
     Check("95-dies-before-a-move", moves_are_not_replaced, "expected"),
     Check("95-dies-in-a-move", moves_are_not_replaced, "expected"),
     Check("96-most-servers-die", nobody_takes_over, "expected"),

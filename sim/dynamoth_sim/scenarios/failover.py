@@ -146,11 +146,14 @@ def server_fails(how: str, stage: Stage) -> None:
         stage.publish(publisher, channel, times=2)
 
 
-def cut_off(stage: Stage) -> None:
+def cut_off(to_added: bool, stage: Stage) -> None:
     """Case 94. A server is cut off from the balancer, the other agents and some clients. Others go on using it.
 
     What they say does not reach the others, and they do not hear those, which use the new servers. Each publisher ends
     before the server is back, so that no number shows what was missed. But everybody learns that something was.
+
+    Case 127, ``to_added``: a server is added meanwhile, and the channels move there. The agent of the server that was
+    cut off learns of both at once.
     """
     moved, at_home = stage.channel_at("s2", "m"), stage.channel_at("s1")
     stage.move(moved, "s1")
@@ -158,11 +161,19 @@ def cut_off(stage: Stage) -> None:
     inside, outside = stage.subscriber("S", *channels), stage.subscriber("T", *channels)
     publishers = [stage.publisher("P", *channels), stage.publisher("Q", *channels)]
     stage.run(0.1)
-    everybody = [stage.cluster.balancer, *(stage.cluster.agents[server] for server in ("s2", "s3"))]
+    added = stage.cluster.add_server() if to_added else ""
+    everybody = [stage.cluster.balancer, stage.cluster.administrator]
+    everybody += [agent for server, agent in stage.cluster.agents.items() if server != "s1"]
     everybody += [process for client in stage.cluster.clients if client.name in "TQ" for process in client.processes]
     heal = stage.cluster.network.part([process.name for process in everybody], ["s1"])
     _wait_taken_over(stage, channels)
     stage.run(SERVES_S_MAX)
+    if to_added:
+        stage.change_server("add", added)
+        stage.run(stage.cluster.options.balancer.join_s)
+        for channel in channels:
+            stage.cluster.change(channel, single(added))
+        stage.wait("they have moved", lambda: all(_servers(stage, each, "s2") == {added} for each in channels))
     parted_at = stage.world.now
     for publisher in publishers:
         for channel in channels:
@@ -485,7 +496,8 @@ SCENARIOS: dict[str, Scenario] = {
     "92-clocks-jump": Scenario(clocks_jump, opened=False),
     "93-server-dies": Scenario(partial(server_fails, "dies"), losses_allowed=True),
     "93-server-freezes": Scenario(partial(server_fails, "freezes"), losses_allowed=True),
-    "94-cut-off": Scenario(cut_off, losses_allowed=True),
+    "94-cut-off": Scenario(partial(cut_off, False), losses_allowed=True),
+    "127-cut-off-while-added": Scenario(partial(cut_off, True), losses_allowed=True),
     "95-dies-before-a-move": Scenario(partial(fails_during_a_move, Phase.PREPARED), losses_allowed=True),
     "95-dies-in-a-move": Scenario(partial(fails_during_a_move, Phase.ACTIVE), losses_allowed=True),
     "96-most-servers-die": Scenario(most_servers_die, losses_allowed=True),
