@@ -206,7 +206,8 @@ class Driver:
         events = "\n".join(f"  {_short.repr(event)}" for event in self._recent)
         name = type(self._machine).__name__
         crash = MachineCrashed(
-            f"{name} crashed with {error!r}: this is a bug; its latest events, oldest first:\n{events}"
+            f"{name} crashed with {error!r}: this is a bug, unless a signal's handler has raised it;"
+            f" its latest events, oldest first:\n{events}"
         )
         crash.__cause__ = error
         self.stop()

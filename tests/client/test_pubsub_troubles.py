@@ -74,8 +74,25 @@ async def test_subscribing_does_not_wait_for_a_slow_reader(cluster: StoredCluste
         assert [m["channel"] for m in seen if m["type"] == "subscribe"] == [b"d"]
 
 
+async def test_gaps_keep_their_places_in_a_full_queue(cluster: StoredCluster) -> None:
+    channel = cluster.channel_at("s1")
+    async with from_url(cluster.url) as client, client.pubsub(max_queue=4, gaps=True) as pubsub:
+        await confirmed(pubsub, channel)
+        await asyncio.gather(*(client.publish(channel, f"{number}") for number in range(4)))
+        feed = pubsub._feed  # pyright: ignore[reportPrivateUsage]
+        assert feed is not None
+        while not pubsub._queue.is_full:  # noqa: ASYNC110  # pyright: ignore[reportPrivateUsage]  # messages come by themselves
+            await asyncio.sleep(0)
+        for number in range(3):
+            feed._note_gap(GapInfo(channel.encode(), 7, 1, f"gap {number}"))  # pyright: ignore[reportPrivateUsage]
+            feed._put([(channel.encode(), b"behind gap %d" % number)])  # pyright: ignore[reportPrivateUsage]
+        seen = [(await next_of(pubsub))["data"] for _ in range(10)]
+        expected = [each for n in range(3) for each in (f"gap {n}", b"behind gap %d" % n)]
+        assert [each.reason if isinstance(each, GapInfo) else each for each in seen[4:]] == expected
+
+
 @pytest.mark.parametrize("pattern", [None, b"c*"])
-async def test_gaps_are_one_in_a_full_queue(cluster: StoredCluster, pattern: bytes | None) -> None:
+async def test_gaps_are_one_where_as_many_wait_as_messages_may(cluster: StoredCluster, pattern: bytes | None) -> None:
     """Those of a channel, or those of all channels of a pattern."""
     channel = cluster.channel_at("s1")
     async with from_url(cluster.url) as client, client.pubsub(max_queue=1, gaps=True) as pubsub:

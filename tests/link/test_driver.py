@@ -100,7 +100,7 @@ async def test_a_crash_stops_the_driver_and_says_how_it_came_about(redis: Embedd
     (crash,) = crashes
     assert isinstance(crash.__cause__, ZeroDivisionError)
     lines = str(crash).splitlines()
-    assert "Puppet crashed with ZeroDivisionError()" in lines[0]
+    assert "Puppet crashed with ZeroDivisionError(): this is a bug, unless a signal's handler" in lines[0]
     assert len(lines) == 1 + RECENT_EVENTS
     assert "action 99" in lines[-2]
     assert stage.driver.is_stopped

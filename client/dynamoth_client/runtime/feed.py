@@ -119,9 +119,8 @@ class Feed:
         #: Whether ``disconnect`` was called.
         self._was_cut = False
         self._release_timer: asyncio.TimerHandle | None = None
-        #: Gaps that were put into the full queue, by name, by whether it is a pattern's or a sharded one's: more
-        #: of the same are added to these.
-        self._gaps_while_full: dict[tuple[bytes | str, bool, bool], Notice] = {}
+        #: The latest gap in the queue by name, by whether it is a pattern's or a sharded one's; some were read.
+        self._gaps_waiting: dict[tuple[bytes, bool, bool], Notice] = {}
         self._gap_logged_at = float("-inf")
         self._gaps_not_logged = 0
         #: How many gaps there have been.
@@ -413,25 +412,24 @@ class Feed:
         self.gaps += 1
         if not self._wants_gaps:
             self._log_gap(gap)
-        elif self._queue.is_full or self._queue.notices >= self._queue.bound:
-            self._put_gap_while_full(gap)
         else:
-            self._gaps_while_full.clear()
-            self._queue.put(Notice("gap", gap.channel if isinstance(gap.channel, bytes) else None, gap))
+            self._put_gap(gap)
 
-    def _put_gap_while_full(self, gap: GapInfo) -> None:
-        """Keep a queue bounded that is full, or has as many notices: at most one more unread gap per channel."""
+    def _put_gap(self, gap: GapInfo) -> None:
+        """Put a gap in its place; where as many notices wait as messages may, add it to one that waits."""
         assert isinstance(gap.channel, bytes), "names are decoded by the reader"
+        if not self._queue.notices:
+            self._gaps_waiting.clear()
         # One for all channels of a pattern: there is no bound to these.
         name = gap.pattern if isinstance(gap.pattern, bytes) else gap.channel
         subject = (name, gap.pattern is not None, gap.sharded)
-        unread = self._gaps_while_full.get(subject)
-        if unread is not None and not unread.is_read:
+        waiting = self._gaps_waiting.get(subject)
+        if waiting is not None and not waiting.is_read and self._queue.notices >= self._queue.bound:
             reason = f"several gaps; the latest: {gap.reason}"
-            unread.channel = name
-            unread.data = replace(gap, channel=name, publisher=None, count=None, reason=reason)
+            waiting.channel = name
+            waiting.data = replace(gap, channel=name, publisher=None, count=None, reason=reason)
             return
-        notice = self._gaps_while_full[subject] = Notice("gap", gap.channel, gap)
+        notice = self._gaps_waiting[subject] = Notice("gap", gap.channel, gap)
         self._queue.put(notice)
 
     def _log_gap(self, gap: GapInfo) -> None:
@@ -460,7 +458,6 @@ class Feed:
 
     def _make_room(self) -> None:
         """Go back to normal: half of the queue has been read."""
-        self._gaps_while_full.clear()
         self._gaps_of_skipped.clear()
         if self._blocking is not None:
             self._blocking.on_room()
