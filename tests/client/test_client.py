@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import redis.asyncio
 import redis.exceptions
 
 from dynamoth.plan.plan import Mode
-from dynamoth_client.asyncio import ChannelPlan, from_url
+from dynamoth_client.asyncio import ChannelPlan, Redis, from_url
 from dynamoth_link import spares
 from tests.client.conftest import ClusterFactory
 from tests.client.stored_cluster import StoredCluster, confirmed, next_of, on_both_loops
@@ -48,6 +49,18 @@ async def test_a_subscriber_learns_a_moved_channel_from_the_stored_plan(cluster:
         assert await client.plan(channel) == ChannelPlan(Mode.SINGLE, ("s2",), 1)
         counts = await asyncio.gather(*(other.publish(channel, "x") for _ in range(3)))
         assert counts == [1, 1, 1], "already those of the first publications"
+
+
+async def test_a_new_client_of_a_pool_needs_the_named_server_no_more(cluster: StoredCluster) -> None:
+    """As of libraries that make a client for each message."""
+    pool = cast("Any", redis.asyncio.ConnectionPool).from_url(f"redis://{cluster.hosts[0]}")
+    async with Redis(connection_pool=pool) as client:
+        await client.publish(cluster.channel_at("s2"), "x")
+    cluster.servers["s1"].kill()
+    async with Redis(connection_pool=pool) as client, client.pubsub() as pubsub:
+        await confirmed(pubsub, cluster.channel_at("s2"))
+        assert await client.publish(cluster.channel_at("s2"), "x") == 1
+    await pool.aclose()
 
 
 async def test_a_seed_that_hangs_does_not_hold_the_others_up(cluster: StoredCluster) -> None:

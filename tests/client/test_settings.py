@@ -381,7 +381,7 @@ def _limit(client: Any) -> int | None:
     users: list[_User] = []
     try:
         while len(users) <= 100:
-            users.append(_settings(client).connections.admit(_User))
+            users.append(_settings(client).pool.connections.admit(_User))
     except redis.exceptions.MaxConnectionsError:
         return len(users)
     return None

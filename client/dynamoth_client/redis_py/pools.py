@@ -15,6 +15,7 @@ import redis.credentials
 import redis.exceptions
 
 from dynamoth.errors import ConfigError
+from dynamoth.plan.plan import Plan
 from dynamoth_link.credentials import Credentials
 from dynamoth_link.trust import parse_trusted_hosts, trust_in
 
@@ -97,6 +98,8 @@ class PoolState:
     sample: tuple[Any, Any, Mapping[str, Any]] | None = None
     #: Hosts that get credentials besides those of the servers that were named; see ``dynamoth_link.trust``.
     trusted_hosts: tuple[str, ...] = ()
+    #: The latest plan that a client has read at its start, without entries: where to ask when no seed can be reached.
+    plan: Plan | None = None
 
 
 _states: weakref.WeakKeyDictionary[Pool, PoolState] = weakref.WeakKeyDictionary()

@@ -27,7 +27,7 @@ import redis.sentinel
 from dynamoth.errors import ConfigError
 from dynamoth_client.machines.publisher.events import PUBLISH_TIMEOUT_S_MAX, PUBLISH_TIMEOUT_S_MIN
 from dynamoth_client.redis_py.errors import BadOption
-from dynamoth_client.redis_py.pools import ConnectionLimit, Pool, is_asynchronous, name_limit, options_of, state_of
+from dynamoth_client.redis_py.pools import Pool, PoolState, is_asynchronous, name_limit, options_of, state_of
 from dynamoth_client.redis_py.retrying import Retrying, is_retry
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.spares import Spares
@@ -108,7 +108,7 @@ class Settings:
     seeds: tuple[ServerAddress, ...]
     link_options: LinkOptions
     retrying: Retrying
-    connections: ConnectionLimit
+    pool: PoolState
     publish_timeout_s: float
     unreachable_s: float
 
@@ -210,7 +210,7 @@ def read_settings(pool: Pool, seeds: Iterable[ServerAddress] | None) -> Settings
         tuple(replace(server, db=0) for server in servers),
         link_options,
         retrying,
-        state.connections,
+        state,
         publish_timeout_s=_publish_timeout_s(sample, options, retrying),
         unreachable_s=_seconds(sample, "socket_connect_timeout", _CONNECT_TIMEOUT_DEFAULT) or UNREACHABLE_S,
     )

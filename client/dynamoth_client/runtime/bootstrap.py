@@ -6,6 +6,8 @@ One plain Redis, without agents and balancer, needs no plan: see ``machines/stan
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,7 @@ from dynamoth_client.redis_py.settings import Settings
 from dynamoth_link.errors import LinkError
 from dynamoth_link.handshake import run_id_in
 from dynamoth_link.query import query
-from dynamoth_link.urls import ServerAddress
+from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_server_url
 
 NEWER_WAIT_S = 0.1
 """How long the first answer waits for a newer one of another seed. A client with an older header is not wrong, only
@@ -33,6 +35,9 @@ slower: it learns of new servers when a dispatcher first names one."""
 
 LOOK_PAUSE_S = 0.05
 """Between two looks at servers that store no plan."""
+
+OTHERS_MAX = 8
+"""How many of the servers that the pool knows are asked at once. They are drawn, as some may be dead as well."""
 
 RESTORED_S_MAX = 1.0
 """How long a client waits for a plan where agents or a balancer are at work. They restore it within 0.2 s."""
@@ -52,10 +57,11 @@ _Answer = StoredHeader | _NoPlan | RedisError
 async def read_plan(settings: Settings, since: float) -> Plan:
     """Return the newest plan, without entries, that the seeds store; or the one that stands for a server alone.
 
-    A seed that is down does not matter as long as another one stores a plan. A single seed that stores none is a server
-    alone if no agent and no balancer is at work there, and it has been up for ``FRESH_S``. Where one is at work, this
-    waits for the plan, for ``RESTORED_S_MAX``. ``since`` is when the first attempt began, on the clock of the event
-    loop: all attempts together wait no longer.
+    A seed that is down does not matter as long as another one stores a plan. If all are down, other servers are asked,
+    which an earlier client of the same pool has read in the plan. A single seed that stores none is a server alone if
+    no agent and no balancer is at work there, and it has been up for ``FRESH_S``. Where one is at work, this waits for
+    the plan, for ``RESTORED_S_MAX``. ``since`` is when the first attempt began, on the clock of the event loop: all
+    attempts together wait no longer.
 
     Raises:
         redis.exceptions.AuthenticationError: no seed gave a plan, and one refused the credentials.
@@ -64,10 +70,14 @@ async def read_plan(settings: Settings, since: float) -> Plan:
     """
     clock = asyncio.get_running_loop().time
     while True:
-        answers = await _ask_all(settings)
+        answers = await _ask_all(settings, settings.seeds)
+        if all(isinstance(answer, RedisError) for answer in answers):
+            answers = [*answers, *await _ask_all(settings, _others(settings))]
         headers = [answer for answer in answers if isinstance(answer, StoredHeader)]
         if headers:
-            return max(headers, key=lambda header: (header.believed, header.version)).plan
+            plan = max(headers, key=lambda header: (header.believed, header.version)).plan
+            settings.pool.plan = plan
+            return plan
         looks = [answer.look for answer in answers if isinstance(answer, _NoPlan)]
         watched_s = clock() - since
         is_occupied = any(look.is_occupied for look in looks)
@@ -79,9 +89,22 @@ async def read_plan(settings: Settings, since: float) -> Plan:
         await asyncio.sleep(LOOK_PAUSE_S)
 
 
-async def _ask_all(settings: Settings) -> Sequence[_Answer]:
-    """Ask all seeds at once; return the answers, without those that come long after a plan."""
-    tasks = [asyncio.create_task(_ask(seed, settings), name=f"ask {seed.redacted()}") for seed in settings.seeds]
+def _others(settings: Settings) -> Sequence[ServerAddress]:
+    """Return some servers besides the seeds, as far as the pool knows any."""
+    known = () if settings.pool.plan is None else settings.pool.plan.servers.values()
+    seeds = {(seed.host, seed.port, seed.path) for seed in settings.seeds}
+    others: list[ServerAddress] = []
+    for server in known:
+        with contextlib.suppress(InvalidUrl):  # somebody else may have written to the plan
+            address = parse_server_url(server.url)
+            if (address.host, address.port, address.path) not in seeds:
+                others.append(address)
+    return random.sample(others, min(len(others), OTHERS_MAX))
+
+
+async def _ask_all(settings: Settings, servers: Sequence[ServerAddress]) -> Sequence[_Answer]:
+    """Ask all servers at once; return the answers, without those that come long after a plan."""
+    tasks = [asyncio.create_task(_ask(server, settings), name=f"ask {server.redacted()}") for server in servers]
     pending = set(tasks)
     try:
         while pending and not any(isinstance(task.result(), StoredHeader) for task in set(tasks) - pending):

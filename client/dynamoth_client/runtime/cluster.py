@@ -85,7 +85,7 @@ class Cluster:
         local_plan = await self.local_plan()
         if self._publishing is None or self._publishing.is_stopped:
             settings = self.settings
-            self._publishing = settings.connections.admit(
+            self._publishing = settings.pool.connections.admit(
                 lambda: Publishing(
                     local_plan,
                     settings.link_options,
@@ -99,7 +99,7 @@ class Cluster:
         """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``, and ``MaxConnectionsError``."""
         local_plan = await self.local_plan()
         settings = self.settings
-        feed = settings.connections.admit(
+        feed = settings.pool.connections.admit(
             lambda: Feed(
                 queue,
                 local_plan,
