@@ -517,8 +517,7 @@ class BalancerMachine:
             self.leadership.term,
             self.options.recovery_s,
             self.options.virtual_nodes,
-            self.plan,
-            self.leadership.granted_term,
+            None if self.leadership.installer is None else self.leadership.installer.book,
             self.options.compatibility,
             self._quorum.voters(self._servers.listed),
         )
@@ -570,7 +569,6 @@ class BalancerMachine:
             return [*self._lease.release(now), *self._stop(error)]
         self.leadership.takeover = None
         self.leadership.stage = Stage.LEADING
-        self.leadership.granted_term = book.term
         self._agents.forget_acknowledgements()
         servers = list(self._servers.listed.values())
         installer = Installer(book, servers, self._agents, self.options, self.leadership.term, now, self._quorum)

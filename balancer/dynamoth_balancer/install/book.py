@@ -155,6 +155,11 @@ class PlanBook:
         """Return whether our plan includes everything that a copy of this version can hold."""
         return version in self._known or self._first <= version <= self.plan.version
 
+    def begin_term(self, term: int) -> None:
+        """Go on in another term of the same balancer, before which no other one has led."""
+        self.term, self.fenced_at = term, ""
+        self.advance(self.plan.with_entries({}, term), ())
+
     def advance(self, plan: Plan, channels: Iterable[bytes]) -> None:
         """Begin the next version, in which only the entries of ``channels`` are new, and perhaps what is no entry."""
         old, self.plan = self.plan, plan

@@ -105,7 +105,7 @@ class Installer:
         now: float,
         quorum: Quorum | None = None,
     ) -> None:
-        self._book = book
+        self.book = book
         self._quorum = quorum or Quorum()
         #: Of the present plan, with the channels at servers being drained.
         self.index = PlanIndex(book.plan, book.plan.administration.draining)
@@ -154,7 +154,7 @@ class Installer:
     @property
     def plan(self) -> Plan:
         """The present plan."""
-        return self._book.plan
+        return self.book.plan
 
     @property
     def draining(self) -> frozenset[str]:
@@ -178,12 +178,12 @@ class Installer:
     @property
     def fenced_at(self) -> str:
         """The server that has refused a write, as another balancer has begun a newer term; empty for none."""
-        return self._book.fenced_at
+        return self.book.fenced_at
 
     @property
     def is_used_up(self) -> bool:
         """Whether the term has no versions left, so that nothing is written before the next one."""
-        return self._book.is_used_up
+        return self.book.is_used_up
 
     def deadline(self) -> float | None:
         """Return when :meth:`advance` may have something to do; None when that depends on messages."""
@@ -436,7 +436,7 @@ class Installer:
 
     def _changed(self, plan: Plan, channels: Iterable[bytes], reason: str, now: float) -> list[InnerAction]:
         changed = tuple(channels)
-        self._book.advance(plan, changed)
+        self.book.advance(plan, changed)
         self.index.update({channel: plan.entries[channel] for channel in changed})
         self._watch()
         self._folding.update(plan, changed)
@@ -446,7 +446,7 @@ class Installer:
         """Fold the entries of channels that are where their slots are, when enough of them have rested."""
         ready, plan, options = self._folding.ready, self.plan, self._options
         least = max(1.0, FOLDED_RATIO_MIN * len(plan.entries))
-        if now < self._fold_at or len(ready) < least or self._book.is_used_up:
+        if now < self._fold_at or len(ready) < least or self.book.is_used_up:
             return []
         self._fold_at = now + options.fold_interval_s
         rested, pins = now - options.plain_rest_s, plan.administration.pins
@@ -459,7 +459,7 @@ class Installer:
             return []
         folded = plan.fold(channels)
         slots = tuple(slot for slot, entry in folded.entries.items() if entry is not plan.entries.get(slot))
-        self._book.replace(folded)
+        self.book.replace(folded)
         self.index.forget(channels)
         self.index.update({slot: folded.entries[slot] for slot in slots})
         self._folding.update(folded, (*channels, *slots))
@@ -536,7 +536,7 @@ class Installer:
         Not where all its copies were read: the takeover has left out more versions than it can have written since. Else
         it may, up to a bound, so that a forged version does not use up all versions.
         """
-        return not self._book.is_complete and version - self.plan.version <= VERSIONS_LOST_MAX
+        return not self.book.is_complete and version - self.plan.version <= VERSIONS_LOST_MAX
 
     def on_vacated(self, server: str, message: Vacated) -> None:
         """Record that nobody listens at old locations of a server, as its agent says."""
@@ -556,7 +556,7 @@ class Installer:
         copy.link_up(run_id)
         if found is not None:
             copy.trust_version(found)
-        return self._carry_out(copy, copy.sync(self._book, now), now)
+        return self._carry_out(copy, copy.sync(self.book, now), now)
 
     def link_down(self, server: str) -> None:
         """Stop at a server, for good if it has left the plan; transitions that involve it wait for it."""
@@ -569,7 +569,7 @@ class Installer:
         if (copy := self._find(server)) is None:
             return []  # it has left the plan
         before = copy.version
-        actions = self._carry_out(copy, copy.on_reply(tag, value, self._book, now), now)
+        actions = self._carry_out(copy, copy.on_reply(tag, value, self.book, now), now)
         if copy.version != before:
             self._on_stored(server, now)
         return [*actions, *self.advance(now)]
@@ -596,7 +596,7 @@ class Installer:
         details: dict[str, Any] = {"server": found.server, "version": found.plan.version}
         if not found.believed and not same_ring(found.plan, self.plan):
             note = Note("warning", "a server had loaded an old plan of another cluster; it is overwritten", details)
-            return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
+            return [note, *self._carry_out(copy, copy.overwrite(self.book), now)]
         reason = why_not_ours(self.plan, found.plan)
         if reason is not None and is_of_another_cluster(found, self.plan):
             text = (
@@ -610,7 +610,7 @@ class Installer:
             self.counters["copies_conflicting"] += 1
             text = "a stored plan cannot be ours: it is not used, and written over; see who may write the key"
             note = Note("error", text, {**details, "reason": reason})
-            return [note, *self._carry_out(copy, copy.overwrite(self._book), now)]
+            return [note, *self._carry_out(copy, copy.overwrite(self.book), now)]
         try:
             version = version_after(max(found.plan.version, self.plan.version))
         except ConfigError as error:
@@ -618,7 +618,7 @@ class Installer:
             copy.leave_alone(str(error), now)
             return [Note("error", str(error), details)] if first else []
         before = self.plan.version
-        newer = self._book.take_in(found.plan, version)
+        newer = self.book.take_in(found.plan, version)
         self.index.update(newer)
         self._watch()
         self._folding.update(self.plan, newer)
@@ -638,7 +638,7 @@ class Installer:
         actions: list[InnerAction] = []
         leaving = [copy for server, copy in self._leaving.items() if self.is_leaving(server)]
         for copy in (*self._copies.values(), *leaving):
-            actions += self._carry_out(copy, copy.sync(self._book, now), now)
+            actions += self._carry_out(copy, copy.sync(self.book, now), now)
         return actions
 
     def check(self) -> None:
@@ -680,7 +680,7 @@ class Installer:
         if above < 0:
             return []
         try:
-            self._book.advance(self.plan.with_entries({}, version_after(max(above, self.plan.version))), ())
+            self.book.advance(self.plan.with_entries({}, version_after(max(above, self.plan.version))), ())
         except ConfigError as error:
             details = {"version": above, "reason": str(error)}
             return [Note("error", "an agent holds an impossible version of the plan: restart it", details)]

@@ -27,8 +27,6 @@ class Leadership:
     stage: Stage = Stage.CONTENDING
     #: How often this process got the lease; 0 before the first time.
     term: int = 0
-    #: The term that the servers have granted for it.
-    granted_term: int = 0
     #: Not None exactly while RECOVERING.
     takeover: Takeover | None = None
     #: That of the present or latest term; None before the first.

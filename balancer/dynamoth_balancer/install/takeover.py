@@ -55,7 +55,8 @@ class Takeover:
     """Claims a term, reads the headers of all servers, and then the copies.
 
     It waits for ``wait_s`` after it has the term for servers that do not answer; not where no other balancer has led
-    since this one did, as they can have nothing newer then.
+    since this one did, as they can have nothing newer then. What they store is its own work then, and is not read
+    again: that may take a busy machine longer than a lease lasts, so that it would never come to lead.
 
     Servers with the same version and header store the same plan: only one of them is read as a whole.
     """
@@ -66,27 +67,25 @@ class Takeover:
         term: int,
         wait_s: float,
         virtual_nodes: int,
-        own: Plan | None = None,
-        own_term: int = 0,
+        own: PlanBook | None = None,
         rules: tuple[CompatibilityRule, ...] = (),
         voters: Sequence[str] | None = None,
     ) -> None:
         """Begin; the owner calls ``link_up`` for each link that is up.
 
-        ``own`` is the plan of an earlier term of this process, ``own_term``: the servers may have lost it since, it has
-        not.
+        ``own`` is the book of the latest term of this process: the servers may have lost its plan since, it has not.
         ``term`` counts the terms of this process.
         ``rules`` are the compatibility rules of a new cluster.
         ``voters`` are the servers that count; None: all.
         """
-        self._own = own
-        self._own_term = own_term
+        self._own_book = own
+        self._own = None if own is None else own.plan
         self._rules = rules
         self._servers = servers
         self._term = term
         self._wait_s = wait_s
         voters = [server.id for server in servers] if voters is None else voters
-        self._claim = Claim(voters, -1 if own is None else own.version, (TAG, term))
+        self._claim = Claim(voters, -1 if own is None else own.plan.version, (TAG, term))
         #: When the servers that have not answered are given up; None before the term is granted.
         self._deadline: float | None = None
         self._virtual_nodes = virtual_nodes
@@ -168,6 +167,8 @@ class Takeover:
         if self._deadline is None:
             if not self._claim.is_granted:
                 return list(self._claim.look(now))
+            if self._own_is_newest:
+                return None
             self._deadline = now + self._wait_s
             up = [server for server, found in self._found.items() if found.state is _State.UP]
             for server in up:
@@ -191,9 +192,9 @@ class Takeover:
     @property
     def _own_is_newest(self) -> bool:
         """Whether no other balancer has led since the plan of this process."""
-        own = self._own
-        is_last = own is not None and self._claim.highest_granted <= self._own_term
-        return own is not None and is_last and own.servers.keys() == self._found.keys()
+        own = self._own_book
+        is_last = own is not None and self._claim.highest_granted <= own.term
+        return own is not None and is_last and own.plan.servers.keys() == self._found.keys()
 
     def listing(self, now: float) -> Plan | None:
         """Return the header with the servers that the plan has; None while that is not known, and in a new cluster."""
@@ -215,6 +216,9 @@ class Takeover:
         """
         if 2 * len(self._other_formats) > len(self._found):  # at fewer servers it may be forged
             raise ConfigError(next(iter(self._other_formats.values())))
+        if self._own_book is not None and self._own_is_newest:
+            self._own_book.begin_term(self._claim.term)
+            return self._own_book, {}, []
         complete = all(found.state is _State.KNOWN for found in self._found.values())
         copies = [self._judge(copy) for copy in self._copies]
         if self._own is not None:

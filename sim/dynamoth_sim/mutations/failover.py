@@ -16,6 +16,7 @@ from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.quorum import Quorum
+from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_sim.mutations.mutation import Check, nothing, replaced, returning
 from dynamoth_sim.mutations.standalone import agents_do_not_look_back
 
@@ -55,6 +56,11 @@ def connected_balancers_count() -> AbstractContextManager[None]:
 def hung_agents_keep_their_place() -> AbstractContextManager[None]:
     """An agent waits for an earlier one, even if that one has sent no report for long."""
     return replaced(guard, HUNG_INTERVALS=1e9)
+
+
+def own_copies_are_read() -> AbstractContextManager[None]:
+    """A balancer reads a whole copy in each of its terms, though nobody else has led."""
+    return replaced(Takeover, _own_is_newest=False)
 
 
 def dead_servers_keep_channels() -> AbstractContextManager[None]:
@@ -110,6 +116,7 @@ CHECKS: tuple[Check, ...] = (
     Check("90-stale-write", no_fence, "expected"),
     Check("91-balancer-dies", second_balancers_end, "expected"),
     Check("91-balancer-pauses", connected_balancers_count, "expected"),
+    Check("128-renews-late", own_copies_are_read, "expected"),
     Check("92-clocks-jump", no_terms, "expected"),
     Check("93-server-dies", dead_servers_keep_channels, "expected"),
     Check("93-server-freezes", dead_servers_keep_channels, "expected"),

@@ -33,6 +33,11 @@ REPLICATED = Assignment(Mode.ALL_SUBSCRIBERS, ("s1", "s3"))
 CLOCKS_TAKEOVER_S_MAX = 6.0
 """As ``TAKEOVER_S_MAX``, and at each of two servers: the lease and a renewal pass before it gets an expiry again."""
 
+LONG_NAME = "x" * 100_000
+SLOW_BYTES_PER_S = 40_000
+RENEWED_S_MAX = 1.5
+"""A copy with a channel of this name takes a server 2.5 s at this rate. A term begins in a fraction of that."""
+
 REPLACED_S_MAX = 4.0
 """How soon a second agent replaces one that hangs: five reports that do not come, and what it does after that."""
 
@@ -83,6 +88,42 @@ def leader_fails(fail: Callable[[Process], None], stage: Stage) -> None:
     stage.wait(f"the standby leads within {TAKEOVER_S_MAX} s", lambda: _leads(rival), TAKEOVER_S_MAX)
     stage.wait("the move settles", partial(stage.is_at, channel, "s2", Phase.SETTLED))
     stage.publish(publisher, channel)
+
+
+def renews_late(stage: Stage) -> None:
+    """Case 128. The balancer renews its lease too late. Servers send so little that a copy of the plan takes long.
+
+    Nobody else has led meanwhile. So it reads no copy again, but goes on with its own plan, and leads soon. s3 has
+    missed the latest change, and gets no more than that.
+    """
+    long, channel = (stage.channel_at("s1", name) for name in (LONG_NAME, "c"))
+    stage.move(long, "s2")
+    subscriber = stage.subscriber("S", channel)
+    publisher = stage.publisher("P", channel)
+    cluster, balancer = stage.cluster, stage.cluster.balancer
+    for id_, server in cluster.servers.items():
+        server.limit(SLOW_BYTES_PER_S)
+        stage.cut("balancer", id_)
+    stage.run(1.0)
+    stage.expect("it leads over slow links", _leads(balancer))
+    with stage.held("balancer", "s3", to_server=True):
+        cluster.change(channel, single("s2"))
+        stage.wait("the change is stored", lambda: stage.entry(channel, "s2").phase is Phase.PREPARED)
+        balancer.pause()
+        stage.cut("balancer", "s3")
+    stage.expect("s3 does not store it", _version(stage, "s3") < _version(stage, "s2"))
+    stage.run(2 * cluster.options.balancer.lease_s)
+    resumed_at = stage.world.now
+    balancer.resume()
+    stage.wait("it has lost its lease", lambda: not _leads(balancer))
+    stage.wait("it leads again", lambda: _leads(balancer), RENEWED_S_MAX)
+    stage.wait("s3 has the plan", lambda: _version(stage, "s3") == _version(stage, "s2"), RENEWED_S_MAX)
+    stored = [record.note for record in stage.records("stores plan", since=resumed_at, who="balancer")]
+    stage.expect("it stores changes only", bool(stored) and not any(b"c:" + long in fields for fields in stored))
+    stage.wait("the move settles", partial(stage.is_at, channel, "s2", Phase.SETTLED))
+    stage.publish(publisher, channel)
+    stage.expect("S hears P", bool(stage.records("DELIVERS", who=subscriber.name)))
+    stage.expect_gaps(0, channel)
 
 
 def clocks_jump(stage: Stage) -> None:
@@ -493,6 +534,7 @@ SCENARIOS: dict[str, Scenario] = {
     "90-stale-write": Scenario(stale_write),
     "91-balancer-dies": Scenario(partial(leader_fails, Process.crash)),
     "91-balancer-pauses": Scenario(partial(leader_fails, Process.pause)),
+    "128-renews-late": Scenario(renews_late),
     "92-clocks-jump": Scenario(clocks_jump, opened=False),
     "93-server-dies": Scenario(partial(server_fails, "dies"), losses_allowed=True),
     "93-server-freezes": Scenario(partial(server_fails, "freezes"), losses_allowed=True),
