@@ -189,7 +189,7 @@ class _Judge:
     def _killed(self, process: int, at: float) -> None:
         """Handle the end of a process: its clients are gone, and what they had not finished is due to nobody."""
         for name in self._clients.pop(process, ()):
-            self._audit.publisher_died(name)
+            self._audit.publisher_died(name, at)
             self._audit.subscriber_died(name, at)
 
     def _publish_ended(self, publisher: str, channel: bytes, number: int, why: str | None, *, at: float) -> None:

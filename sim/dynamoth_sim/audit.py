@@ -82,6 +82,9 @@ class _Stream:
     excused: set[int] = field(default_factory=set[int])
     #: From this number on no loss is allowed, covered or not.
     calm_from: int = _FOR_EVER
+    #: When its publisher died last, and the latest number then.
+    died_at: float = float("inf")
+    died_after: int = 0
 
 
 @dataclass(slots=True)
@@ -192,6 +195,8 @@ class Audit:
     def published(self, publisher: Publisher, channel: bytes, number: int, at: float) -> None:
         """A publish begins. Numbers count from 1 per publisher and channel."""
         stream = self._stream(publisher, channel)
+        if stream.died_at < at:
+            self._goes_on(publisher, channel, stream)
         assert number == stream.begun + 1, f"{publisher} numbers {number} after {stream.begun}"
         stream.begun = number
         stream.begun_at = at
@@ -235,13 +240,21 @@ class Audit:
     def _may_be_lost(self, stream: _Stream, number: int) -> bool:
         return self._losses_allowed and number < stream.calm_from
 
-    def publisher_died(self, publisher: Publisher) -> None:
+    def publisher_died(self, publisher: Publisher, at: float) -> None:
         """A publisher is gone: what it had not finished is due to nobody."""
         for streams in self._streams.values():
             stream = streams.get(publisher)
             if stream is not None:
                 stream.excused.update(stream.pending)
                 stream.pending.clear()
+                stream.died_at, stream.died_after = at, stream.begun
+
+    def _goes_on(self, publisher: Publisher, channel: bytes, stream: _Stream) -> None:
+        """A publisher that had died publishes again: whoever has subscribed meanwhile has missed nothing before."""
+        for key, subscription in self._open.items():
+            if key[1] == channel:
+                self._view(subscription, key, publisher)
+        stream.died_at = float("inf")
 
     def receivers(self, publisher: Publisher, channel: bytes, number: int, at: float, returned: int, true: int) -> None:
         """Check G7, where the caller knows the ``true`` number of client subscribers."""
@@ -270,6 +283,8 @@ class Audit:
             return
         subscription = self._open[key] = _Subscription(at)
         for publisher, stream in self._streams.get(channel, {}).items():
+            if at - stream.died_at > UNDER_WAY_S:
+                continue  # most, in a long run: its view is made if it is needed
             view = self._view(subscription, key, publisher)
             if self._live:
                 view.next = stream.begun + 1
@@ -347,12 +362,15 @@ class Audit:
         """Return the view of a publisher that the subscription has not seen before.
 
         The first due number is the one that began first after the confirmation. As views are made for every publisher
-        of the channel at the confirmation, a publisher without one began its first message later.
+        of the channel at the confirmation, a publisher without one began its first message later, or had died before.
         """
         view = subscription.views.get(publisher)
         if view is None:
             latest = self._past.get(key, {}).get(publisher, 0)
-            view = subscription.views[publisher] = _View(*key, publisher, 1, latest, subscription.unseen_covered_to)
+            stream = self._streams.get(key[1], {}).get(publisher)
+            had_died = self._live and stream is not None and stream.died_at < subscription.confirmed_at
+            first = stream.died_after + 1 if had_died and stream is not None else 1
+            view = subscription.views[publisher] = _View(*key, publisher, first, latest, subscription.unseen_covered_to)
         return view
 
     # Delivery.

@@ -51,7 +51,7 @@ def run(story: str, *, losses_allowed: bool = False) -> Audit:
             case "answered" | "failed":
                 audit.publish_ended("p", C, int(number), at, failed=kind == "failed")
             case "died":
-                audit.publisher_died("p")
+                audit.publisher_died("p", at)
             case "subscribed":
                 audit.confirmed("s", C, at)
             case "leaving":

@@ -224,7 +224,7 @@ class Client:
         for process in self.processes:
             process.crash("crashes", connections_linger)
         if self.publisher is not None:
-            self.audit.publisher_died(self.publisher.name)
+            self.audit.publisher_died(self.publisher.name, self.world.now)
         for subscriber in self.subscribers:
             self.audit.subscriber_died(subscriber.name, self.world.now)
         for app in self.pattern_subscribers:

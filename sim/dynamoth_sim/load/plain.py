@@ -65,7 +65,7 @@ class RawPublisherApp:
             case LinkUp():
                 self.on_ended()
             case LinkDown():
-                self._audit.publisher_died(self.name)
+                self._audit.publisher_died(self.name, self._world.now)
             case Replied(_, (channel, number), _):
                 self._audit.publish_ended(self.name, channel, number, self._world.now)
                 self.on_ended()
