@@ -83,7 +83,7 @@ async def test_what_the_acl_forbids(cluster: StoredCluster) -> None:
         pubsub = client.pubsub()
         await pubsub.subscribe("secret", "allowed")
         kinds: list[str] = []
-        with pytest.raises(redis.exceptions.NoPermissionError, match=r"\('secret' is not subscribed to\)"):
+        with pytest.raises(redis.exceptions.NoPermissionError):
             while True:
                 kinds.append((await next_of(pubsub))["type"])
         assert set(pubsub.channels) == {b"allowed"}

@@ -19,7 +19,7 @@ from typing import Any, assert_never
 import redis.exceptions
 
 from dynamoth.machine.events import Machine, OnPushes, Start
-from dynamoth.names import SHARDED_PREFIX, in_quotes, sharded_channel
+from dynamoth.names import SHARDED_PREFIX, sharded_channel
 from dynamoth_client.machines.acks import HOLD_S_MAX, Ack, Acks, Subject
 from dynamoth_client.machines.local_plan import LocalPlan, NewerSoftware
 from dynamoth_client.machines.patterns.events import (
@@ -390,8 +390,7 @@ class Feed:
         self._acknowledge(self._acks.on_failed(name, is_pattern=is_pattern))
         subject = Subject(name, is_pattern)
         name = name if is_pattern else _users(name)[0]
-        text = f"{reason} ({in_quotes(name)} is not subscribed to)"
-        self._queue.put(Failure(errors.from_reply(text), name, subject.command))
+        self._queue.put(Failure(errors.from_reply(reason), name, subject.command))
 
     def _unreachable(self, run: _MachineRun, reasons: dict[str, str]) -> None:
         """Put an error into the queue, unless the latest one was not read."""
