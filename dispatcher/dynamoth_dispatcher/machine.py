@@ -547,6 +547,8 @@ class DispatcherMachine:
     # Time.
 
     def _on_tick(self, now: float) -> list[DispatcherAction]:
+        if not self._up:
+            return []  # what it asks now would never be answered
         actions: list[DispatcherAction] = []
         retry_at = self.observation.retry_at
         if retry_at is not None and retry_at <= now:

@@ -35,6 +35,10 @@ TAKEOVER_VERSIONS = 1000
 """Versions left out at each takeover: more than a balancer can write between two checks of its lease. 32 bits last for
 4 million takeovers."""
 
+VERSIONS_IN_RESERVE = 10_000
+"""With fewer versions left, no transition begins, no copy is merged and no term is claimed: transitions in progress
+must be able to settle."""
+
 JOIN_S = 10.0
 """A server that was not in use carries no channel for this time after the plan has listed it. Clients that listen at
 every server, for patterns, get there meanwhile."""

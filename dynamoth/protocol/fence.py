@@ -16,9 +16,10 @@ from typing import Any
 
 from dynamoth.machine.events import CommandPart
 from dynamoth.names import TERM_KEY
+from dynamoth.plan.plan import EPOCH_MAX, VERSIONS_IN_RESERVE
 
-TERM_MAX = 2**32 - 1 - 10_000
-"""No balancer claims a higher term, as the last versions are kept in reserve (``VERSIONS_IN_RESERVE``)."""
+TERM_MAX = EPOCH_MAX - VERSIONS_IN_RESERVE
+"""No balancer claims a higher term."""
 
 REFUSAL = "FENCED"
 """The first word of the error that refuses a write of an older term."""

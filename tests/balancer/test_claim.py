@@ -8,7 +8,6 @@ from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.plan.plan import EPOCH_MAX, TAKEOVER_VERSIONS
 from dynamoth.protocol.fence import CLAIM_SCRIPT, TERM_MAX, claim, parse_term
 from dynamoth_balancer.install.claim import RETRY_S, Claim
-from dynamoth_balancer.install.recovery import VERSIONS_IN_RESERVE
 
 SERVERS = ("s1", "s2", "s3")
 
@@ -47,7 +46,6 @@ def test_a_term_that_leaves_no_versions_counts_as_none() -> None:
     assert parse_term(b"%d" % TERM_MAX) == TERM_MAX
     assert parse_term(b"%d" % (TERM_MAX + 1)) == 0
     assert b"stored <= %d)" % TERM_MAX in CLAIM_SCRIPT
-    assert TERM_MAX == EPOCH_MAX - VERSIONS_IN_RESERVE
 
 
 def test_nothing_is_claimed_before_more_than_half_have_answered_and_all_that_are_connected() -> None:
@@ -83,6 +81,16 @@ def test_a_server_that_refuses_the_script_is_reported_once_and_asked_again() -> 
     assert [send.link for send in made.look(0.1)] == []
     assert [send.link for send in made.look(RETRY_S)] == ["s1"]
     assert made.on_reply("s1", "claim", error) == []
+
+
+def test_a_term_after_which_there_are_no_more_is_reported_with_what_to_do() -> None:
+    made = _answered(0, TERM_MAX, 0)
+    assert set(_claimed(made.look(0.0)).values()) == {claim(TAKEOVER_VERSIONS)}
+    [note] = made.on_reply("s2", "claim", TERM_MAX)
+    assert note.level == "error" and "DEL __dynamoth__:balancer.term" in note.details["reply"]
+    for server in ("s1", "s3"):
+        made.on_reply(server, "claim", 0)
+    assert _is_granted(made), "most servers have granted it"
 
 
 def test_numbers_that_no_balancer_can_have_used_do_not_count() -> None:

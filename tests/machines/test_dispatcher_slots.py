@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamoth.machine.events import ErrorReply, Replied
+from dynamoth.machine.events import ErrorReply, Replied, Tick
 from dynamoth.names import BALANCER_CHANNEL, RELAY_PREFIX
 from dynamoth.plan.plan import single
 from dynamoth.plan.slots import slot_of
@@ -152,3 +152,13 @@ def test_a_dispatcher_hands_the_loss_of_a_slot_to_its_listeners() -> None:
         LossNotice(C, None)
     ]
     assert published(actions, b"another", LOCAL) == []
+
+
+def test_an_agent_asks_nothing_while_its_link_is_down_and_asks_again_when_it_is_back() -> None:
+    agent = Agent("s1").holding(ACTIVE)
+    agent.down(LOCAL)
+    agent.now += LISTED_S
+    assert agent.tell(Tick()) == [], "a question would stay unanswered"
+    agent.up(LOCAL)
+    agent.read(ACTIVE)
+    assert tagged(agent.pass_time(LISTED_S), "list"), "no answer is outstanding"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.names import TERM_KEY
 from dynamoth.plan.plan import TAKEOVER_VERSIONS
 from dynamoth.protocol.fence import READ_TERM, claim, parse_term
 from dynamoth.protocol.stored_plan import READ_VERSION
@@ -101,13 +102,15 @@ class Claim:
         else:
             answers.is_asked = False
             answers.is_granted = value == 0
-            answers.problem = str(value) if isinstance(value, ErrorReply) else ""
+            answers.problem = _problem_in(value)
             if isinstance(value, int):
                 self._see(value)
         if not answers.problem or answers.problem == before:
             return []
         details = {"server": server, "reply": answers.problem}
-        text = "a server refuses the term of this balancer, without which it may not write the plan: see `dynamoth acl`"
+        text = "a server refuses the term of this balancer, without which it may not write the plan"
+        if isinstance(value, ErrorReply):
+            text += ": see `dynamoth acl`"
         return [Note("error", text, details)]
 
     def _see(self, number: int) -> None:
@@ -131,6 +134,16 @@ class Claim:
                 each.retry_at = now + RETRY_S
                 sends.append(Send(server, claim(self.term), (*self._tag, "claim")))
         return sends
+
+
+def _problem_in(reply: Any) -> str:
+    """Return what is wrong, by the reply to a claim, and more than a higher term can mend."""
+    if isinstance(reply, ErrorReply):
+        return str(reply)
+    if isinstance(reply, int) and is_used_up(reply):
+        name = TERM_KEY.decode()
+        return f"{name} has the value {reply}, after which there are no more terms; only forgery does this: DEL {name}"
+    return ""
 
 
 def _version_in(reply: Any) -> int:

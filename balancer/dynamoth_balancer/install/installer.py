@@ -29,7 +29,7 @@ from dynamoth.machine.events import Send
 from dynamoth.names import AGENT_CHANNEL, in_quotes
 from dynamoth.plan.administration import Administration
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import EPOCH_MAX, Assignment, Entry, Phase, Plan, Server
+from dynamoth.plan.plan import EPOCH_MAX, VERSIONS_IN_RESERVE, Assignment, Entry, Phase, Plan, Server
 from dynamoth.protocol.control import PlanQuery, Vacated, pack_control
 from dynamoth_balancer.admin.compatibility import why_not_moved
 from dynamoth_balancer.events import InnerAction, Note, PlanChanged, TransitionsSettled
@@ -39,7 +39,6 @@ from dynamoth_balancer.install.copies import CopyAction, CopyFound, PlanCopy
 from dynamoth_balancer.install.folding import Folding
 from dynamoth_balancer.install.quorum import Quorum
 from dynamoth_balancer.install.recovery import (
-    VERSIONS_IN_RESERVE,
     VERSIONS_LOST_MAX,
     Copy,
     is_of_another_cluster,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from dynamoth.errors import ConfigError
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
-from dynamoth.plan.plan import EPOCH_MAX, TAKEOVER_VERSIONS, Entry, Plan, Server
+from dynamoth.plan.plan import EPOCH_MAX, TAKEOVER_VERSIONS, VERSIONS_IN_RESERVE, Entry, Plan, Server
 from dynamoth.plan.ring import VIRTUAL_NODES
 from dynamoth_balancer.install.book import merge_entries
 
@@ -34,9 +34,6 @@ VERSIONS_LOST_MAX = 2**24
 NAMED_MAX = 5
 """Most servers that an error text names."""
 
-VERSIONS_IN_RESERVE = 10_000
-"""With fewer versions left, no transition begins and no copy is merged: those in progress must be able to settle."""
-
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -45,8 +42,8 @@ class Copy:
     server: str
     plan: Plan
     believed: bool
-    #: Copies with a lower rank are newer, whatever their versions: 0 for the balancer's own if no other has led since.
-    rank: int = 1
+    #: Whether another balancer may have led since: all other copies are newer then, whatever their versions.
+    is_outdated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ def recover(
     """
     by_id = {server.id: server for server in listed}
     usable, conflicts = _of_one_cluster(listed, list(copies), virtual_nodes)
-    usable.sort(key=lambda copy: (copy.rank, -copy.plan.version, copy.plan.servers.keys() != by_id.keys()))
+    usable.sort(key=lambda copy: (copy.is_outdated, -copy.plan.version, copy.plan.servers.keys() != by_id.keys()))
     entries: Mapping[bytes, Entry] = {}
     taken: list[Copy] = []
     for copy in usable:  # the newest one first

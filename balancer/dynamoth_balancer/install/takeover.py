@@ -222,8 +222,8 @@ class Takeover:
         complete = all(found.state is _State.KNOWN for found in self._found.values())
         copies = [self._judge(copy) for copy in self._copies]
         if self._own is not None:
-            rank = 0 if self._own_is_newest else 2
-            copies.append(Copy("the balancer itself", self._own, believed=True, rank=rank))
+            is_outdated = not self._own_is_newest
+            copies.append(Copy("the balancer itself", self._own, believed=True, is_outdated=is_outdated))
         plan, usable, conflicts = recover(
             self._servers,
             copies,
