@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynamoth.machine.events import Connect, Disconnect, LinkDown, Send
-from dynamoth.plan.plan import Mode
+from dynamoth.plan.plan import Mode, single
 from dynamoth.protocol.envelope import HEARTBEAT
 from dynamoth_client.machines.publisher.events import PublishAll, Published, PublishFailed
 from dynamoth_client.machines.subscriber.events import GapDetected, SubscriberOptions, SubscriptionConfirmed
@@ -18,6 +18,7 @@ from tests.machines.helpers import (
     channel_at,
     entry_reply,
     only,
+    phases,
     published,
     reply,
     sends,
@@ -80,6 +81,24 @@ def test_what_was_answered_and_not_confirmed_goes_there_too() -> None:
     again = publisher.up("s2")
     assert numbers(again, link="s2") == [1]
     assert only(Published, publisher.found(again)) == [Published("first", 1)]
+
+
+def test_what_one_replica_has_not_confirmed_goes_there_though_another_replica_has_taken_later_messages() -> None:
+    publisher = Looking().connected("s2", "s3")
+    publisher.plan.learn(C, to_replicas(Mode.ALL_SUBSCRIBERS, "s1"), publisher.now)
+    publisher.publish(token="first")
+    [publish] = [send for send in sends(publisher.up("s1")) if send.args[0] == b"PUBLISH"]
+    assert publisher.tell(reply(publish, 1)) == []
+    publisher.down("s1")
+    publisher.learn(to_replicas(Mode.ALL_SUBSCRIBERS, "s1", "s2", epoch=2), link="s3")
+    later = publisher.publish(token="second")
+    later += publisher.pass_time(DEFAULTS.failover_s)
+    assert {send.link for send in sends(later) if send.args[0] == b"PUBLISH"} == {"s2"}
+    publisher.answer(later)
+    *_, moved = phases(replace(PLAN_0, version=5), single("s3"))
+    again = publisher.answer(publisher.pass_time(DEFAULTS.look_again_s), stored=moved)
+    assert numbers(again, link="s3") == [1]
+    assert only(Published, publisher.answer(again, stored=moved)) == [Published("first", 1)]
 
 
 def test_who_has_no_other_connection_opens_one() -> None:

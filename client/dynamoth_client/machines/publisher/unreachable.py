@@ -29,7 +29,7 @@ from dynamoth_client.machines.publisher.answers import take_apart
 from dynamoth_client.machines.publisher.checks import Checks
 from dynamoth_client.machines.publisher.events import PublisherAction
 from dynamoth_client.machines.publisher.part import Part, Shared
-from dynamoth_client.machines.publisher.records import LOOKED_UP_MAX, CheckAt, PublisherServer, VersionCheck
+from dynamoth_client.machines.publisher.records import LOOKED_UP_MAX, Check, CheckAt, PublisherServer, VersionCheck
 from dynamoth_client.machines.publisher.routes import PublisherRoutes
 from dynamoth_client.machines.publisher.sending import Sending
 from dynamoth_client.machines.publisher.waiting import Waiting
@@ -128,9 +128,8 @@ class Elsewhere(Part):
 
     def _take_back(self, name: bytes, server: PublisherServer) -> list[tuple[Waiting, bytes]]:
         """Return the messages of a channel that a server has not answered or not confirmed, and forget them there."""
-        channel = self._by_name.get(name)
-        check = None if channel is None else channel.check
-        messages = [] if check is None or check.over else [*check.messages]
+        checks = self._checks_of(name, server)
+        messages = [message for check in checks for message in check.messages]
         known = {id(message) for message, _ in messages}
         for args, token in server.outbox.unanswered():
             if isinstance(token, Waiting) and token.channel == name and not token.done and id(token) not in known:
@@ -140,13 +139,25 @@ class Elsewhere(Part):
         if all(is_enveloped(data) for _, data in messages):
             messages.sort(key=lambda item: open_envelope(item[1]).sequence)
         gone = {id(message) for message, _ in messages}
-        if check is not None:
+        for check in checks:
             check.over = True
 
         def is_taken(token: Any) -> bool:
-            return id(token) in gone or (isinstance(token, CheckAt) and token.check is check)
+            return id(token) in gone or (isinstance(token, CheckAt) and token.check in checks)
 
         if not server.up:
             server.outbox.discard(is_taken)
         server.waiting = deque(waiting for waiting in server.waiting if id(waiting) not in gone)
         return messages
+
+    def _checks_of(self, name: bytes, server: PublisherServer) -> list[Check]:
+        """Return the checks of a channel that are not over: its present one, and those that wait for a server."""
+        channel = self._by_name.get(name)
+        found = [] if channel is None or channel.check is None else [channel.check]
+        for _, token in server.outbox.unanswered():
+            if isinstance(token, CheckAt):
+                found.append(token.check)
+            elif isinstance(token, VersionCheck):
+                found += token.checks
+        mine = [check for check in found if check.channel == name and not check.over]
+        return list({id(check): check for check in mine}.values())
