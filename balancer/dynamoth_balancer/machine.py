@@ -7,10 +7,12 @@ It is in one of these stages::
     CONTENDING   has no lease: it listens to agents and administrators, and changes nothing
     RECOVERING   has the lease: it reads the stored plans, to continue where its predecessor ended
     LEADING      makes decisions and installs plans
+    SUSPENDED    has lost the lease while it was RECOVERING or LEADING: it changes nothing
     STOPPED      has ended
 
-Before every action it checks that it still holds the lease. If not, it is CONTENDING again, and a later term begins
-with another recovery, as another balancer may have been at work in between.
+Before every action it checks that it still holds the lease. If not, it is SUSPENDED, until it has the lease again: then
+it goes on, unless another balancer has led in between (``install.resumption``). If one has, it is CONTENDING, and a
+later term begins with another recovery.
 
 The parts: ``install`` (the lease, the takeover, and the phases of changes), ``decide`` (the load model and the goals),
 ``repair`` (what failures ask for), and ``admin`` (requests, status and problems). They know as little of each other as
@@ -73,7 +75,7 @@ from dynamoth_balancer.events import (
     Stopped,
     TransitionsSettled,
 )
-from dynamoth_balancer.install import candidate, contention, copies, lease, leaver, listeners, takeover
+from dynamoth_balancer.install import candidate, contention, copies, lease, leaver, listeners, resumption, takeover
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers
@@ -305,7 +307,7 @@ class BalancerMachine:
             others.append(action)
         if len(others) < len(actions):
             others += self._admin.tick(now)
-        return [*others, *self._records.publish(self._servers.run_ids)] if self.stage is Stage.LEADING else others
+        return others if self.leadership.at_work is None else [*others, *self._records.publish(self._servers.run_ids)]
 
     # The servers.
 
@@ -375,13 +377,15 @@ class BalancerMachine:
             self._servers.link_up(server, run_id),
             Note("info", CONNECTED, {"server": server}),
         ]
-        if self.stage is Stage.CONTENDING:
+        if self.leadership.waits:
             actions.append(self._contention.read(server))
         actions += self._lease.link_up(server, now)
         if self.leadership.takeover is not None:
             actions += self.leadership.takeover.link_up(server, run_id)
         elif self.leadership.at_work is not None:
             actions += self.leadership.at_work.link_up(server, run_id, now)
+        if self.leadership.resumption is not None:
+            actions += self.leadership.resumption.read([server])
         return actions
 
     def _on_link_down(self, server: str, reason: str, now: float) -> list[InnerAction]:
@@ -417,6 +421,11 @@ class BalancerMachine:
                 if self.leadership.takeover is None:
                     return []
                 return [*self.leadership.takeover.on_reply(server, tag, value), *self._recover(now)]
+            case resumption.TAG:
+                if self.leadership.resumption is None:
+                    return []
+                self.leadership.resumption.on_reply(server, tag, value, self._servers.run_id(server))
+                return self._follow_lease(now)
             case contention.TAG:
                 self._contention.on_header(server, value, self._servers.run_id(server))
                 return self._follow_listing(now)
@@ -454,13 +463,46 @@ class BalancerMachine:
         held = self._lease.is_held(now)
         if held and self.stage is Stage.CONTENDING:
             return self._begin_term(now)
+        if held and self.stage is Stage.SUSPENDED:
+            return self._resume(now)
         if held and self.stage is Stage.LEADING:
             return self._follow_fence(now)
-        if not held and self.stage is not Stage.CONTENDING:
-            return self._end_term(now)
+        if not held and not self.leadership.waits:
+            return self._suspend(now)
+        if not held and self.stage is Stage.SUSPENDED and self._contention.others_at_work:
+            return self._end_term(now, "another balancer is at work")
         if not held:
+            self.leadership.resumption = None
             return self._contend(now)
         return []
+
+    def _suspend(self, now: float) -> list[InnerAction]:
+        """Change nothing, as the lease has expired before it was renewed."""
+        self.leadership.suspend()
+        self._contention.begin(now, has_led=True)
+        details = {**self._contention.details(), "reason": self.overview.why_not_leading()}
+        text = "lost the lease: no decisions and no changes until it is back"
+        return [*self.membership.end_term(), Note("error", text, details)]
+
+    def _resume(self, now: float) -> list[InnerAction]:
+        """Go on with the term, once it is known that no other balancer has begun one."""
+        looked = self.leadership.resumption
+        if looked is None:
+            return [*self.leadership.look().read(self._servers.run_ids)]
+        is_replaced = looked.is_replaced(self._quorum.voters(self._servers.listed))
+        if is_replaced is None:
+            return []
+        if is_replaced:
+            return self._end_term(now, "another balancer has led since it lost the lease")
+        self.leadership.resume()
+        actions: list[InnerAction] = [Note("info", "has the lease again, and goes on: no other balancer has led")]
+        if (installer := self.leadership.at_work) is not None:
+            self._agents.forget_acknowledgements()  # and replies were not taken meanwhile
+            for server, run_id in self._servers.run_ids.items():
+                found = looked.versions.get(server)
+                is_ours = found is not None and installer.book.knows(found)
+                actions += installer.link_up(server, run_id, now, found if is_ours else None)
+        return actions
 
     def _follow_fence(self, now: float) -> list[InnerAction]:
         """End a term in which a server has refused a write, or which has no versions left."""
@@ -527,16 +569,14 @@ class BalancerMachine:
             actions += self.leadership.takeover.link_up(server, run_id)
         return actions
 
-    def _end_term(self, now: float, reason: str = "", level: str = "error") -> list[InnerAction]:
-        self.leadership.stage = Stage.CONTENDING
-        self.leadership.takeover = None
+    def _end_term(self, now: float, reason: str, level: str = "error") -> list[InnerAction]:
+        self.leadership.end(Stage.CONTENDING)
         given_up = self.membership.end_term()
         self._records.end_term()
         self._decider.history.end_term()
-        self._contention.begin(now, has_led=not reason)
-        details = {**self._contention.details(), "reason": reason or self.overview.why_not_leading()}
-        text = "ends its term" if reason else "lost the lease: no decisions and no changes until it is back"
-        return [*given_up, *self._servers.look_out(), Note(level, text, details)]
+        self._contention.begin(now)
+        details = {**self._contention.details(), "reason": reason}
+        return [*given_up, *self._servers.look_out(), Note(level, "ends its term", details)]
 
     def _contend(self, now: float) -> list[InnerAction]:
         try:
@@ -545,26 +585,26 @@ class BalancerMachine:
             return self._stop(error)
 
     def _stop(self, error: AlreadyRunning | ConfigError | None) -> list[InnerAction]:
-        self.leadership.stage = Stage.STOPPED
-        self.leadership.takeover = None
+        self.leadership.end(Stage.STOPPED)
         return [Stopped(error)]
 
     def _recover(self, now: float) -> list[InnerAction]:
         """Continue reading stored plans, and lead when that is done."""
-        if self.leadership.takeover is None:
+        recovery = self.leadership.recovering
+        if recovery is None:
             return []
-        listing = self.leadership.takeover.listing(now)
+        listing = recovery.listing(now)
         is_newer = listing is not None and listing.version >= self._servers.version
         if listing is not None and is_newer and listing.servers.keys() != self._servers.listed.keys():
-            self.leadership.stage, self.leadership.takeover = Stage.CONTENDING, None
+            self.leadership.end(Stage.CONTENDING)
             self._contention.begin(now)
             return [*self._adopt(listing, now), *self._lease.tick(now)]
-        sends = self.leadership.takeover.read(now)
+        sends = recovery.read(now)
         if sends is not None:
             return list(sends)
-        missing = self.leadership.takeover.missing()
+        missing = recovery.missing()
         try:
-            book, found, conflicts = self.leadership.takeover.finish()
+            book, found, conflicts = recovery.finish()
         except ConfigError as error:
             return [*self._lease.release(now), *self._stop(error)]
         self.leadership.takeover = None
@@ -652,9 +692,9 @@ class BalancerMachine:
             self._dead_servers.tick(now)
             actions += self._count_all_again(now)
             actions += self._recover(now)
-            if self.stage is Stage.CONTENDING:
-                actions += self._follow_listing(now)
-                actions += self._take_over(now)
+            actions += self._follow_listing(now)
+            actions += self._take_over(now)
+            if self.leadership.waits:
                 actions += self._contention.read_headers(self._servers.reachable, now)
             actions += self._servers.resubscribe()
             actions += self._listeners.tick(self._servers.run_ids, now)
@@ -694,7 +734,7 @@ class BalancerMachine:
                 if message[0] == b"message" and message[1] == OPERATOR_CHANNEL:  # it is leaving
                     actions += self._on_operator_message(server, message[2], now)
             elif message[0] == b"message" and message[1] == BALANCER_CHANNEL:
-                actions += self._hearing.on_message(server, message[2], self.leadership.at_work, now)
+                actions += self._hearing.on_message(server, message[2], self.leadership.in_term, now)
             elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
                 actions += self._on_operator_message(server, message[2], now)
             elif message[0] == b"subscribe":

@@ -122,4 +122,4 @@ def test_a_balancer_that_loses_the_lease_answers_a_change_of_rules_all_the_same(
     cluster.run(0.05)
     assert any("lost the lease" in note.message for note in balancer.notes) and not cluster.servers["s1"].replies
     cluster.run_until(lambda: bool(cluster.servers["s1"].replies))
-    assert "they wait for the agent of s2" in (cluster.servers["s1"].replies[0].error or "")
+    assert "the agent of s2 to acknowledge" in (cluster.servers["s1"].replies[0].error or "")

@@ -55,7 +55,7 @@ class Overview:
     @property
     def stands_by(self) -> bool:
         """Whether another balancer leads and this one waits to replace it, as its options say."""
-        return self.leadership.stage is Stage.CONTENDING and self.contention.stands_by
+        return self.leadership.waits and self.contention.stands_by
 
     @property
     def transitions(self) -> int:

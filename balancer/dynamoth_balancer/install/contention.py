@@ -117,9 +117,14 @@ class Contention:
         reached = len(self._servers.keys() - self._down.keys())
         return self._standby and bool(self._lease.others() and self._headers) and 2 * reached > len(self._servers)
 
+    @property
+    def others_at_work(self) -> dict[str, str]:
+        """The incarnation of another balancer, by server where it has renewed the lease while this one waited."""
+        return self._lease.renewed_by_others(self._since, self._patience_s)
+
     def look(self, now: float) -> list[Note]:
         """Return what the log should say, if that is new. Raises AlreadyRunning where another balancer is at work."""
-        others = self._lease.renewed_by_others(self._since, self._patience_s)
+        others = self.others_at_work
         if others and not self._standby:
             incarnations = ", ".join(sorted(set(others.values())))
             raise AlreadyRunning(

@@ -50,7 +50,7 @@ class Hearing:
         self.reports: deque[HeardReport] = deque(maxlen=REPORTS_MAX)
 
     def on_message(self, server: str, data: bytes, installer: Installer | None, now: float) -> list[InnerAction]:
-        """Handle a message on the agents' channel. ``installer`` is None while the balancer does not lead."""
+        """Handle a message on the agents' channel. ``installer`` is None without a term."""
         try:
             message = unpack_report(data) if data[:2] in _REPORT_FIRST_BYTES else unpack_control(data)
         except MalformedMessage:

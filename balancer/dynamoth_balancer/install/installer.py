@@ -399,6 +399,8 @@ class Installer:
         copy = self._copies[server]
         if copy.problem:
             return f"server {server} does not keep the plan: {copy.problem}"
+        if copy.is_up and copy.version is None:
+            return f"the plan stored at server {server} is being read: try again in a moment"
         if not copy.is_kept:
             return f"server {server} is not connected; see whether it is up and reachable from the balancer"
         return self._agents.why_not(server, now)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dynamoth.errors import RequestRefused
 from dynamoth.plan.plan import Plan
 from dynamoth_balancer.install.installer import Installer
+from dynamoth_balancer.install.resumption import Resumption
 from dynamoth_balancer.install.takeover import Takeover
 
 
@@ -17,6 +18,7 @@ class Stage(enum.Enum):
     CONTENDING = "contending"
     RECOVERING = "recovering"
     LEADING = "leading"
+    SUSPENDED = "suspended"
     STOPPED = "stopped"
 
 
@@ -27,8 +29,12 @@ class Leadership:
     stage: Stage = Stage.CONTENDING
     #: How often this process got the lease; 0 before the first time.
     term: int = 0
-    #: Not None exactly while RECOVERING.
+    #: Not None exactly while RECOVERING, or SUSPENDED while it was.
     takeover: Takeover | None = None
+    #: Not None while SUSPENDED, with the lease, until it is known whether another balancer has led.
+    resumption: Resumption | None = None
+    #: How often it was suspended.
+    suspensions: int = 0
     #: That of the present or latest term; None before the first.
     installer: Installer | None = None
 
@@ -36,6 +42,12 @@ class Leadership:
     def at_work(self) -> Installer | None:
         """The installer while the balancer leads; None otherwise."""
         return self.installer if self.stage is Stage.LEADING else None
+
+    @property
+    def in_term(self) -> Installer | None:
+        """The installer while its term goes on, also suspended: what agents say counts; None otherwise."""
+        is_suspended = self.stage is Stage.SUSPENDED and self.takeover is None
+        return self.installer if is_suspended or self.stage is Stage.LEADING else None
 
     @property
     def plan(self) -> Plan | None:
@@ -58,9 +70,42 @@ class Leadership:
             raise RequestRefused("this balancer does not lead now: ask again")
         return self.at_work
 
+    @property
+    def waits(self) -> bool:
+        """Whether the balancer has to get the lease, for the first time or again."""
+        return self.stage in (Stage.CONTENDING, Stage.SUSPENDED)
+
+    @property
+    def recovering(self) -> Takeover | None:
+        """The takeover while it goes on; None otherwise."""
+        return self.takeover if self.stage is Stage.RECOVERING else None
+
+    def end(self, stage: Stage) -> None:
+        """End the term, or the attempt to begin one."""
+        self.stage, self.takeover, self.resumption = stage, None, None
+
+    def suspend(self) -> None:
+        """Change nothing without the lease, and keep everything."""
+        self.stage, self.resumption = Stage.SUSPENDED, None
+        self.suspensions += 1
+
+    def look(self) -> Resumption:
+        """Begin to look whether another balancer has led since the lease was lost."""
+        term = self.latest_installer().book.term if self.takeover is None else self.takeover.fence_term
+        self.resumption = Resumption(self.suspensions, term)
+        return self.resumption
+
+    def resume(self) -> None:
+        """Go on where the balancer was suspended."""
+        self.stage = Stage.LEADING if self.takeover is None else Stage.RECOVERING
+        self.resumption = None
+
     def check(self) -> None:
         """Assert the invariants that hold between events."""
-        assert (self.takeover is not None) == (self.stage is Stage.RECOVERING), f"{self.stage} with {self.takeover}"
+        may_read = self.stage in (Stage.RECOVERING, Stage.SUSPENDED)
+        assert may_read or self.takeover is None, f"{self.stage} with {self.takeover}"
+        assert self.takeover is not None or self.stage is not Stage.RECOVERING, "it reads nothing"
+        assert self.resumption is None or self.stage is Stage.SUSPENDED, f"{self.stage}: nothing is to be found out"
         assert self.installer is not None or self.stage is not Stage.LEADING, "a leader installs plans"
         if self.installer is not None:
             self.installer.check()

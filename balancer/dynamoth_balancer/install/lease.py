@@ -23,8 +23,9 @@ The lease counts from when a command was *sent*, shortened by the possible diffe
 
 An absent key proves nothing: FLUSHALL deletes the lease of a balancer that is at work. So a balancer first asks how
 many balancers are connected. If there is another one, it takes the key only after the key has been absent for
-``FREE_RENEWALS`` renewals, as a balancer at work takes it again at once. The other one may be paused, and believe that
-it has the lease when it goes on: its writes are refused then (``dynamoth.protocol.fence``).
+``FREE_RENEWALS`` renewals, as a balancer at work takes it again at once, and so does one that has renewed it too late.
+The other one may be paused, and believe that it has the lease when it goes on: its writes are refused then
+(``dynamoth.protocol.fence``).
 """
 
 from __future__ import annotations
@@ -238,9 +239,10 @@ class Lease:
         ]
 
     def _may_take(self, term: _Term, now: float) -> bool:
-        """Return whether the key is free, by the last reply, or was deleted while it was ours."""
-        free_s = FREE_RENEWALS * self._renew_s if term.has_rival else 0.0
-        return now < term.held_until or (term.has_rival is not None and now - term.free_since >= free_s)
+        """Return whether the key is free, by the last reply, or nobody else can have taken it since it was ours."""
+        free_s = FREE_RENEWALS * self._renew_s
+        is_free = term.has_rival is not None and now - term.free_since >= (free_s if term.has_rival else 0.0)
+        return is_free or now < term.held_until + free_s
 
     def on_reply(self, server: str, what: str, value: Any, now: float) -> list[Send]:
         """Handle the reply to a command whose tag is ``(TAG, what)``."""

@@ -15,6 +15,7 @@ from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import in_quotes
 from dynamoth.plan.compatibility import CompatibilityRule
 from dynamoth.plan.plan import Plan, Server
+from dynamoth.protocol.fence import TERM_MAX
 from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.book import PlanBook
@@ -111,6 +112,11 @@ class Takeover:
         """Forget what this connection has shown; a whole copy that was read counts."""
         self._found[server] = _Found()
         self._claim.link_down(server)
+
+    @property
+    def fence_term(self) -> int:
+        """The term at the servers; the highest possible before it is granted, as it is above all others then."""
+        return TERM_MAX if self._deadline is None and not self._claim.is_granted else self._claim.term
 
     def refusals(self) -> dict[str, str]:
         """Return the answers of the servers that refuse the term."""

@@ -38,6 +38,9 @@ SLOW_BYTES_PER_S = 40_000
 RENEWED_S_MAX = 1.5
 """A copy with a channel of this name takes a server 2.5 s at this rate. A term begins in a fraction of that."""
 
+HELD_UP = 8
+"""How often a balancer is held up in a row."""
+
 REPLACED_S_MAX = 4.0
 """How soon a second agent replaces one that hangs: five reports that do not come, and what it does after that."""
 
@@ -93,8 +96,8 @@ def leader_fails(fail: Callable[[Process], None], stage: Stage) -> None:
 def renews_late(stage: Stage) -> None:
     """Case 128. The balancer renews its lease too late. Servers send so little that a copy of the plan takes long.
 
-    Nobody else has led meanwhile. So it reads no copy again, but goes on with its own plan, and leads soon. s3 has
-    missed the latest change, and gets no more than that.
+    Nobody else has led meanwhile. So it reads no copy again, but goes on in its term, and leads soon. s3 has missed the
+    latest change, and gets no more than that.
     """
     long, channel = (stage.channel_at("s1", name) for name in (LONG_NAME, "c"))
     stage.move(long, "s2")
@@ -117,6 +120,7 @@ def renews_late(stage: Stage) -> None:
     balancer.resume()
     stage.wait("it has lost its lease", lambda: not _leads(balancer))
     stage.wait("it leads again", lambda: _leads(balancer), RENEWED_S_MAX)
+    stage.expect("its term goes on", _terms(balancer) == 1)
     stage.wait("s3 has the plan", lambda: _version(stage, "s3") == _version(stage, "s2"), RENEWED_S_MAX)
     stored = [record.note for record in stage.records("stores plan", since=resumed_at, who="balancer")]
     stage.expect("it stores changes only", bool(stored) and not any(b"c:" + long in fields for fields in stored))
@@ -124,6 +128,28 @@ def renews_late(stage: Stage) -> None:
     stage.publish(publisher, channel)
     stage.expect("S hears P", bool(stage.records("DELIVERS", who=subscriber.name)))
     stage.expect_gaps(0, channel)
+
+
+def is_held_up(stage: Stage) -> None:
+    """Case 129. The balancer is held up again and again for longer than its lease, by little. A standby waits.
+
+    It takes the lease again before the standby may, and its term goes on: what it has begun settles.
+    """
+    _start_standby(stage)
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
+    balancer, options = stage.cluster.balancer, stage.cluster.options.balancer
+    stage.cluster.change(channel, single("s2"))
+    stage.wait("the move is active", partial(stage.is_at, channel, "s2", Phase.ACTIVE))
+    for _ in range(HELD_UP):
+        balancer.pause()
+        stage.run(options.lease_s)
+        balancer.resume()
+        stage.run(options.lease_renew_s)
+    stage.expect("the standby has never led", not _terms(stage.cluster.rival))
+    stage.expect("it leads, and its term goes on", _leads(balancer) and _terms(balancer) == 1)
+    stage.expect("the move has settled", stage.is_at(channel, "s2", Phase.SETTLED))
+    stage.publish(publisher, channel)
 
 
 def clocks_jump(stage: Stage) -> None:
@@ -525,6 +551,12 @@ def _leads(process: Process) -> bool:
     return isinstance(process.machine, BalancerMachine) and process.machine.stage is BalancerStage.LEADING
 
 
+def _terms(process: Process) -> int:
+    """Return how many terms a balancer has begun."""
+    assert isinstance(process.machine, BalancerMachine)
+    return process.machine.leadership.term
+
+
 def _version(stage: Stage, server: str) -> int:
     plan = stage.cluster.stored_plan(server)
     return -1 if plan is None else plan.version
@@ -535,6 +567,7 @@ SCENARIOS: dict[str, Scenario] = {
     "91-balancer-dies": Scenario(partial(leader_fails, Process.crash)),
     "91-balancer-pauses": Scenario(partial(leader_fails, Process.pause)),
     "128-renews-late": Scenario(renews_late),
+    "129-is-held-up": Scenario(is_held_up),
     "92-clocks-jump": Scenario(clocks_jump, opened=False),
     "93-server-dies": Scenario(partial(server_fails, "dies"), losses_allowed=True),
     "93-server-freezes": Scenario(partial(server_fails, "freezes"), losses_allowed=True),
