@@ -11,6 +11,7 @@ import pytest
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, Route, Server, single
+from dynamoth.protocol.control import PlanQuery
 from dynamoth_balancer.install.leadership import Stage
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, started
 
@@ -111,6 +112,38 @@ def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balance
     check_right(cluster, balancer, good)
     assert reported(balancer)
     assert balancer.machine.overview.all_counters()["copies_conflicting"] == 1
+
+
+def test_the_agent_reads_a_repaired_copy_again_though_its_version_is_the_same() -> None:
+    cluster, balancer = started(3)
+    moved(cluster, balancer)
+    agent = cluster.agents["s3"]
+    forge(cluster, partial(with_entry, b"real", moved_entry(balancer.plan)), "s3")
+    agent.restart()
+    agent.plan = cluster.servers["s3"].plan
+    assert agent.plan != balancer.plan
+    cluster.run_until(lambda: agent.plan == balancer.plan)
+
+
+def test_a_doubt_is_repeated_until_an_agent_hears_of_it() -> None:
+    cluster, balancer = started(3)
+    good = moved(cluster, balancer)
+    agent, doubts = cluster.agents["s3"], 0
+
+    def lose(message: object) -> bool:
+        nonlocal doubts
+        doubts += isinstance(message, PlanQuery) and message.is_doubtful
+        return False
+
+    agent.lose = lose
+    cluster.listen("s3", 0)
+    forge(cluster, partial(with_entry, b"real", moved_entry(balancer.plan)), "s3")
+    cluster.run_until(lambda: cluster.servers["s3"].plan == good)
+    cluster.run(3)
+    cluster.listen("s3", 1)
+    cluster.run_until(lambda: doubts > 0)
+    cluster.run(10)
+    assert doubts == 1
 
 
 def test_an_entry_above_the_version_is_left_out_and_the_channel_can_be_moved() -> None:

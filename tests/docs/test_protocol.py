@@ -259,7 +259,9 @@ def fields_of(message: control.ControlMessage) -> list[Any]:
             if delta.servers is not None:
                 change += [None, [[server.id, server.url] for server in delta.servers]]
             return [change]
-        case control.PlanQuery(version) | control.RulesChanged(version):
+        case control.PlanQuery(version, is_doubtful):
+            return [version, is_doubtful]
+        case control.RulesChanged(version):
             return [version]
         case control.PlanAck(server, incarnation, version):
             return [server, incarnation, version]
