@@ -314,7 +314,8 @@ def _check_format(stored: bytes | None) -> None:
     if stored is not None and _number(stored) > FORMAT:
         raise OtherFormat(
             f"a newer version of Dynamoth wrote the stored plan, in format {_number(stored)}, and this one knows format"
-            f" {FORMAT}: upgrade this software"
+            f" {FORMAT}: upgrade this software; if no newer version has run here, see who may write the key, and take"
+            f" the field away (HDEL {PLAN_KEY.decode()} {FORMAT_FIELD.decode()})"
         )
 
 
