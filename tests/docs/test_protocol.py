@@ -205,7 +205,10 @@ def hash_of(plan: Plan, run_id: str) -> dict[bytes, bytes]:
     return stored
 
 
-@given(plans(PLAN_0.following(Compatibility(4, RULES))), channels | st.sampled_from((b"c1", b"c2", b"plain")))
+@given(
+    plans(PLAN_0.with_entries({}, 4).following(Compatibility(4, RULES))),
+    channels | st.sampled_from((b"c1", b"c2", b"plain")),
+)
 def test_the_stored_plan_is_read_and_written_as_documented(plan: Plan, channel: bytes) -> None:
     stored = hash_of(plan, "run")
     read = second.StoredPlan.read(stored)
