@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from dynamoth.errors import ClusterUnavailable, MalformedMessage, RequestRefused
+from dynamoth.errors import ClusterUnavailable, MalformedMessage, OtherFormat, RequestRefused
 from dynamoth.machine.events import (
     CommandPart,
     Connect,
@@ -332,7 +332,7 @@ async def _newest(
     on_fault: Callable[[LinkError], None],
 ) -> Plan:
     plans: list[Plan] = []
-    damage: list[str] = []
+    damage: list[MalformedMessage] = []
     faults: list[LinkError] = []
     refusals: list[str] = []
     for answer in await ask_all(cluster.servers, command, link=link):
@@ -344,7 +344,7 @@ async def _newest(
             try:
                 plan = parse(answer[0])
             except MalformedMessage as error:
-                damage.append(str(error))
+                damage.append(error)
                 continue
             if plan is not None:
                 plans.append(plan)
@@ -356,6 +356,9 @@ async def _newest(
         raise RequestRefused(refusals[0])
     if len(faults) == len(cluster.servers):
         raise _unavailable(faults)
+    for reason in damage:
+        if isinstance(reason, OtherFormat):  # it says what to do; no balancer of this version writes over it
+            raise ClusterUnavailable(str(reason))
     if damage:
         raise ClusterUnavailable(f"{damage[0]}: start 'dynamoth balancer', which writes it again")
     raise ClusterUnavailable("no server stores a plan yet: start 'dynamoth balancer', which writes it")

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from dynamoth.errors import ConfigError, PlanError
@@ -14,6 +13,7 @@ from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import Server
 from dynamoth.settings.load import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
 from dynamoth.settings.toml_lines import place_at
+from dynamoth_cli.text_files import UnreadableFile, read_text_file
 from dynamoth_daemon.logs import configure_logging
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.tls import TlsOptions
@@ -142,7 +142,7 @@ def link_options(
     )
     for name in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
         file: str = getattr(link, name)
-        if file and not os.access(file, os.R_OK):
+        if file and not (os.path.isfile(file) and os.access(file, os.R_OK)):  # OpenSSL reads devices without an end
             raise loaded.fault(f"link.{name}", file, "a file that can be read")
     try:
         options.tls.make_context()
@@ -171,9 +171,11 @@ def _password(loaded: LoadedConfig) -> str | None:
     if not link.password_file:
         return link.password or None
     try:
-        first, *_ = Path(link.password_file).read_text(encoding="utf-8").splitlines() or [""]
-    except (OSError, UnicodeDecodeError) as error:
-        raise loaded.fault("link.password_file", link.password_file, "a text file that can be read") from error
+        first, *_ = read_text_file(link.password_file).splitlines() or [""]
+    except UnreadableFile as error:
+        raise loaded.fault(
+            "link.password_file", link.password_file, f"a text file that can be read ({error})"
+        ) from error
     if not first:
         raise loaded.fault("link.password_file", link.password_file, "a file with the password in its first line")
     return first
@@ -181,9 +183,8 @@ def _password(loaded: LoadedConfig) -> str | None:
 
 def _read(name: str) -> ConfigText:
     try:
-        return ConfigText(name, Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        return ConfigText(name, read_text_file(name))
+    except UnreadableFile as error:
         raise ConfigError(
-            f"the configuration file {name} cannot be read: {reason}: check --config and {CONFIG_VARIABLE}"
+            f"the configuration file {name} cannot be read: {error}: check --config and {CONFIG_VARIABLE}"
         ) from error

@@ -45,6 +45,10 @@ class FollowedPlan:
         self.is_reading = False
         #: When to read again; None while nothing is to be read.
         self.retry_at: float | None = None
+        #: Whether somebody else may have changed the stored plan, so that it is to be read (again).
+        self.is_doubtful = False
+        #: Whether the outstanding reading began when the plan was doubtful.
+        self._is_checking = False
 
     def link_up(self, run_id: str | None) -> list[DispatcherAction]:
         """Read the stored plan over a new connection."""
@@ -53,7 +57,8 @@ class FollowedPlan:
 
     def link_down(self) -> None:
         """Forget the connection. The plan stays."""
-        self.is_reading = False
+        self.is_doubtful = self.is_doubtful or self._is_checking
+        self.is_reading = self._is_checking = False
         self.retry_at = None
 
     def read(self) -> list[DispatcherAction]:
@@ -62,11 +67,20 @@ class FollowedPlan:
         if self.is_reading:
             return []
         self.is_reading = True
+        self._is_checking, self.is_doubtful = self.is_doubtful, False
         return [Send(LOCAL, stored_plan.READ_WHOLE, (TAG_PLAN,))]
 
-    def on_stored(self, reply: Any, now: float) -> Plan | None:
-        """Return the plan in the reply; None, and try again later, where there is none to be believed."""
-        self.is_reading = False
+    def doubt(self) -> list[DispatcherAction]:
+        """Read the stored plan, as somebody else may have changed it; again, if a reading is under way."""
+        self.is_doubtful = True
+        return self.read()
+
+    def on_stored(self, reply: Any, now: float) -> tuple[Plan | None, bool]:
+        """Return the plan in the reply; None, and try again later, where there is none to be believed.
+
+        And whether it holds even if it is older than that of this dispatcher, as the latter may be forged.
+        """
+        self.is_reading, is_checking, self._is_checking = False, self._is_checking, False
         plan = None
         try:
             if isinstance(reply, ErrorReply):
@@ -77,7 +91,8 @@ class FollowedPlan:
             self._counters["malformed_plans"] += 1
         if plan is None:
             self.retry_at = now + self._retry_s
-        return plan
+            self.is_doubtful = self.is_doubtful or is_checking
+        return plan, is_checking
 
     def adopt(self, plan: Plan) -> None:
         """Act on a whole plan that was stored at this server."""

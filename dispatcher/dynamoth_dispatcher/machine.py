@@ -259,17 +259,22 @@ class DispatcherMachine:
     # The plan.
 
     def _on_stored_plan(self, reply: Any, now: float) -> list[DispatcherAction]:
-        plan, known = self._followed.on_stored(reply, now), self.plan
+        known = self.plan
+        plan, is_checked = self._followed.on_stored(reply, now)
         if plan is None:
             return self._catch_up(now) if known else []
         actions: list[DispatcherAction] = []
-        if known is None or plan.version >= known.version:
+        if known is None or plan.version >= known.version or is_checked:
             if known is not None:
                 actions += self.forwarder.follow(plan.servers)  # first, as in _on_change
                 actions += self._catch_up_with(known, plan, {**known.entries, **plan.entries})
             actions += self._adopt(plan, now)
             if known is None or known.compatibility != plan.compatibility:
                 actions += self._announce_rules(plan)
+        if is_checked:
+            actions += self._notices.ask_for_listeners()
+        if self._followed.is_doubtful:
+            actions += self._followed.read()
         return [*actions, *self.acknowledge(), *self._catch_up(now)]
 
     def _adopt(self, plan: Plan, now: float) -> list[DispatcherAction]:
@@ -368,6 +373,8 @@ class DispatcherMachine:
                 if self.plan is None or delta.version > self.plan.version:
                     return self._on_change(message, now)
                 return self._followed.read() if self._followed.contradicts(delta) else self.acknowledge()
+            case PlanQuery(is_doubtful=True):
+                return self._followed.doubt()
             case PlanQuery(version):
                 is_known = self.plan is not None and self.plan.version >= version
                 return self.acknowledge() if is_known else self._followed.read()

@@ -494,6 +494,8 @@ class Plan:
             plan = plan._replaced(servers=joined)
         plan = plan.with_entries(delta.entries, delta.version)
         if delta.compatibility is not None:
+            if delta.compatibility.version > delta.version:
+                raise PlanError(f"rules of version {delta.compatibility.version} do not fit version {delta.version}")
             plan = plan.following(delta.compatibility)
         if delta.servers is None and delta.administration is None:
             return plan

@@ -139,9 +139,14 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True)
 class PlanQuery:
-    """Balancer to agent: send your version; read the stored plan if yours is below ``version``."""
+    """Balancer to agent: send your version; read the stored plan if yours is below ``version``.
+
+    ``is_doubtful``: somebody else may have changed the stored plan, and the balancer has just written it. Read it
+    whatever your version is, go by it, and have clients that listen in the wrong place verify again.
+    """
 
     version: int
+    is_doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +262,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     ObservationGap: lambda m: [4, m.server],
     Announcement: lambda m: [5, m.client, m.number, m.joined, m.left, m.leaving],
     PlanChange: lambda m: [6, _delta_to_wire(m.delta)],
-    PlanQuery: lambda m: [7, m.version],
+    PlanQuery: lambda m: [7, m.version, m.is_doubtful],
     PlanAck: lambda m: [8, m.server, m.incarnation, m.version],
     Vacated: lambda m: [9, m.server, m.channels, m.incarnation],
     AdminRequest: lambda m: [10, m.request, m.command, m.arguments],
@@ -275,7 +280,7 @@ _READ: dict[int, Callable[[list[Any]], ControlMessage]] = {
         read_natural(v[0]), read_natural(v[1]), _names(v[2]), _names(v[3]), tuple(map(read_text, read_array(v[4])))
     ),
     6: lambda v: PlanChange(_delta_from_wire(v[0])),
-    7: lambda v: PlanQuery(_version(v[0])),
+    7: lambda v: PlanQuery(_version(v[0]), v[1:2] == [True]),
     8: lambda v: PlanAck(read_text(v[0]), read_natural(v[1]), _version(v[2])),
     9: lambda v: Vacated(read_text(v[0]), tuple(map(_pair, read_array(v[1]))), read_natural(v[2])),
     10: lambda v: AdminRequest(read_natural(v[0]), read_text(v[1]), read_text_map(v[2])),

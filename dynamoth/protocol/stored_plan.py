@@ -123,13 +123,13 @@ def parse_entry(reply: Any, run_id: str | None) -> StoredEntry | None:
         return None
     number = _number(version)
     entries = [None if packed is None else _possible(unpack_entry(packed), number) for packed in (own, slot)]
-    return StoredEntry(number, entries[0], _rules(rules), ring, entries[1])
+    return StoredEntry(number, entries[0], _rules(rules, number), ring, entries[1])
 
 
 def parse_rules(reply: Any, run_id: str | None) -> Compatibility | None:
     """Read the reply of ``READ_RULES``. None when the server stores no plan to be believed. Raises MalformedMessage."""
     version, run, _, rules, _, _ = _fields(reply)
-    return None if version is None or not _believed(run, run_id) else _rules(rules)
+    return None if version is None or not _believed(run, run_id) else _rules(rules, _number(version))
 
 
 @parser("the version of a stored plan")
@@ -152,8 +152,10 @@ class StoredHeader:
 
 
 @parser("the header of a stored plan")
-def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
+def parse_header(reply: Any, run_id: str | None, lost: list[str] | None = None) -> StoredHeader | None:
     """Read the reply of ``READ_HEADER``. None when the server stores no plan.
+
+    With ``lost``, compatibility rules that cannot be believed are left out, and the reason put there.
 
     Raises:
         OtherFormat: software that knows no slots wrote it, or newer software.
@@ -169,23 +171,26 @@ def parse_header(reply: Any, run_id: str | None) -> StoredHeader | None:
         )
     if version is None or header is None:
         return None
-    return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header, rules))
+    return StoredHeader(_number(version), _believed(run, run_id), _header_plan(_number(version), header, rules, lost))
 
 
 @parser("a stored plan")
-def parse_whole(reply: Any, run_id: str | None, damaged: list[bytes] | None = None) -> Plan | None:
+def parse_whole(
+    reply: Any, run_id: str | None, damaged: list[bytes] | None = None, lost: list[str] | None = None
+) -> Plan | None:
     """Read the reply of ``READ_WHOLE``. None when the server stores no plan to be believed.
 
     Raises MalformedMessage, and OtherFormat where newer software wrote it.
 
     With ``damaged``, entries that cannot be read are left out, and the names of their channels put there: for a
-    balancer, which else would have to begin without any.
+    balancer, which else would have to begin without any. ``lost`` is that of :func:`parse_header`.
     """
     fields = _as_mapping(reply)
     _check_format(fields.get(FORMAT_FIELD))
     if VERSION_FIELD not in fields or HEADER_FIELD not in fields or not _believed(fields.get(RUN_FIELD), run_id):
         return None
-    header = _header_plan(_number(fields[VERSION_FIELD]), fields[HEADER_FIELD], fields.get(COMPATIBILITY_FIELD))
+    version, rules = _number(fields[VERSION_FIELD]), fields.get(COMPATIBILITY_FIELD)
+    header = _header_plan(version, fields[HEADER_FIELD], rules, lost)
     administration = _administration(fields.get(ADMINISTRATION_FIELD))
     skip = len(_CHANNEL_PREFIX)
     entries: dict[bytes, Entry] = {}
@@ -287,8 +292,18 @@ def _believed(run: bytes | None, run_id: str | None) -> bool:
     return run is not None and (not run or run_id is None or run == run_id.encode())
 
 
-def _rules(packed: bytes | None) -> Compatibility:
-    return NO_COMPATIBILITY if packed is None else _unpacked_rules(packed)
+def _rules(packed: bytes | None, version: int, lost: list[str] | None = None) -> Compatibility:
+    """Return the rules, unless no plan of this version can have them: later rules would be older."""
+    try:
+        rules = NO_COMPATIBILITY if packed is None else _unpacked_rules(packed)
+        if rules.version > version:
+            raise MalformedMessage(f"rules have version {rules.version}, and the stored plan only version {version}")
+    except MalformedMessage as error:
+        if lost is None:
+            raise
+        lost.append(str(error))
+        return NO_COMPATIBILITY
+    return rules
 
 
 @lru_cache(maxsize=4)
@@ -301,20 +316,23 @@ def _administration(packed: bytes | None) -> Administration:
     return NO_ADMINISTRATION if packed is None else administration_from_wire(unpack(packed))
 
 
-def _header_plan(version: int, header: bytes, rules: bytes | None) -> Plan:
+def _header_plan(version: int, header: bytes, rules: bytes | None, lost: list[str] | None = None) -> Plan:
     listed, base, virtual_nodes, slots = read_array(unpack(header))[:4]
     if slots != SLOTS:
         raise MalformedMessage(f"the stored plan has {shortened(slots)} slots, not {SLOTS}: upgrade this software")
     ring = tuple(read_text(id_, TEXT_MAX) for id_ in read_array(base))
     by_id = {server.id: server for server in servers_from_wire(listed)}
-    return Plan(version, by_id, ring, virtual_nodes=read_natural(virtual_nodes), compatibility=_rules(rules))
+    return Plan(
+        version, by_id, ring, virtual_nodes=read_natural(virtual_nodes), compatibility=_rules(rules, version, lost)
+    )
 
 
 def _check_format(stored: bytes | None) -> None:
     if stored is not None and _number(stored) > FORMAT:
         raise OtherFormat(
             f"a newer version of Dynamoth wrote the stored plan, in format {_number(stored)}, and this one knows format"
-            f" {FORMAT}: upgrade this software"
+            f" {FORMAT}: upgrade this software; if no newer version has run here, see who may write the key, and take"
+            f" the field away (HDEL {PLAN_KEY.decode()} {FORMAT_FIELD.decode()})"
         )
 
 

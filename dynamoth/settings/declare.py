@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -19,8 +19,14 @@ ENVIRONMENT_PREFIX = "DYNAMOTH_"
 SECONDS_MAX = 1_000_000
 """Bound of every setting in seconds that has no other: eleven days, far below what overflows a timer."""
 
+BYTES_MAX = 10**15
+"""Bound of every setting in bytes that has no other: a petabyte, far below what overflows a division."""
+
 SHARED_SECTION = "cluster"
 """The section whose name environment variables and flags leave out, because every process has its settings."""
+
+
+_UPPER: Mapping[str, float] = MappingProxyType({"s": SECONDS_MAX, "bytes": BYTES_MAX})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +48,14 @@ class Setting:
     @property
     def upper(self) -> float | None:
         """The largest accepted value, None for no bound."""
-        return SECONDS_MAX if self.maximum is None and self.unit == "s" else self.maximum
+        return _UPPER.get(self.unit) if self.maximum is None else self.maximum
 
     @property
     def bounds(self) -> str:
         """The bounds and the unit, in words."""
         up_to = "to" if self.above is None else "up to"
         limits = (("from", self.minimum), ("more than", self.above), (up_to, self.upper))
-        words = [f"{word} {limit:.12g}" for word, limit in limits if limit is not None]
+        words = [f"{word} {limit:.16g}" for word, limit in limits if limit is not None]
         return " ".join([*words, f"({self.unit})"] if self.unit else words)
 
     def admits(self, value: Any) -> bool:
@@ -57,7 +63,7 @@ class Setting:
         if isinstance(value, str):
             return not self.choices or value in self.choices
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.upper is None or value <= self.upper)
@@ -147,7 +153,11 @@ def values_of(declaring: type[Any], settings: Any) -> dict[str, Any]:
 
 def fault(key: str, found: object, accepted: str, place: str) -> ConfigError:
     """Return the error for a value that is not accepted; what was ``found`` is shown."""
-    return ConfigError(f"{key}: {accepted} expected, not {found!r:.200} (from {place})")
+    try:
+        shown = f"{found!r:.200}"
+    except ValueError:  # Python writes no whole number with more than 4300 digits
+        shown = "a number with thousands of digits"
+    return ConfigError(f"{key}: {accepted} expected, not {shown} (from {place})")
 
 
 def one_of(found: str, known: Iterable[str]) -> str:

@@ -267,8 +267,10 @@ def _parse_server(table: _Table) -> ServerSettings:
             " give them as link.username and link.password)"
         )
         raise table.fault("url", accepted, _CREDENTIALS.sub("***", url))
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise table.fault("outgoing_bytes_per_s_max", "a whole number from 1 (bytes/s)", limit)
+    capacity = declared_settings()["cluster.outgoing_bytes_per_s_max"]
+    is_whole = isinstance(limit, int) and not isinstance(limit, bool)
+    if limit is not None and not (is_whole and capacity.setting.admits(limit)):
+        raise table.fault("outgoing_bytes_per_s_max", capacity.accepted, limit)
     draining = table.flag("draining", default=False)
     return ServerSettings(id=id_, url=url, outgoing_bytes_per_s_max=limit or 0, draining=draining)
 

@@ -21,6 +21,9 @@ from dynamoth.settings.link_defaults import CONNECT_TIMEOUT_S, PING_INTERVAL_S, 
 
 GIGABIT_BYTES_PER_S = 125_000_000
 
+OUTGOING_BYTES_PER_S_MAX = 10**12
+"""More than any network card sends: 8 terabits per second."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -64,6 +67,7 @@ class ClusterSettings:
         "what a server can send, where a server has no value of its own; load ratios are relative to it",
         unit="bytes/s",
         minimum=1,
+        maximum=OUTGOING_BYTES_PER_S_MAX,
     )
     trusted_hosts: str = setting(
         "",
@@ -102,7 +106,13 @@ class HttpSettings:
 class ReportSettings:
     """The reports of an agent: settings that it shares with its load analyzer."""
 
-    report_interval_s: float = setting(1.0, "time between two reports to the balancer", unit="s", above=0)
+    report_interval_s: float = setting(
+        1.0,
+        "time between two reports to the balancer; below its agent_stale_s, or it takes the agent for dead",
+        unit="s",
+        minimum=0.1,
+        maximum=60,
+    )
     channels_per_report_max: int = setting(
         1000,
         "how many of the busiest channels a report names; the others are in its sums",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamoth.settings.declare import check_ranges, required, setting
-from dynamoth.settings.sections import ReportSettings
+from dynamoth.settings.sections import OUTGOING_BYTES_PER_S_MAX, ReportSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,9 @@ class LoadAnalyzerOptions(ReportSettings):
 
     """
 
-    outgoing_bytes_per_s_max: int = required("what the server can send (T_i of Dynamoth, eq. 1)", minimum=1)
+    outgoing_bytes_per_s_max: int = required(
+        "what the server can send (T_i of Dynamoth, eq. 1)", minimum=1, maximum=OUTGOING_BYTES_PER_S_MAX
+    )
     who_channels_max: int = setting(100, "channels whose publishers and subscribers a report names", minimum=0)
     who_per_channel_max: int = setting(16, "ids in such a list, 8 bytes each", minimum=0)
     channels_max: int = setting(250_000, "channels that are followed; messages of others are only summed", minimum=1)

@@ -112,8 +112,8 @@ class ScriptedAgent:
                     self.plan = None
                 if self.plan is None or self.plan.version < delta.version:
                     self.plan = self._stored()
-            case PlanQuery(version):
-                if self.plan is None or self.plan.version < version:
+            case PlanQuery(version, is_doubtful):
+                if self.plan is None or self.plan.version < version or is_doubtful:
                     self.plan = self._stored()
             case _:
                 raise AssertionError(f"not a message to an agent: {message}")

@@ -11,6 +11,7 @@ import pytest
 from dynamoth.names import PLAN_KEY
 from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import EPOCH_MAX, Entry, Phase, Plan, Route, Server, single
+from dynamoth.protocol.control import PlanQuery
 from dynamoth_balancer.install.leadership import Stage
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, started
 
@@ -57,7 +58,7 @@ UNDER_THE_SAME_VERSION: dict[str, Forgery] = {
     "another place": lambda plan: with_entry(b"real", moved_entry(plan), plan),
     "a channel more": lambda plan: with_entry(b"stolen", stolen(plan, "s1"), plan),
     "another channel": lambda plan: replace(plan, entries={b"stolen": stolen(plan, "s1")}),
-    "rules": lambda plan: plan.following(Compatibility(plan.version + 1, (CompatibilityRule(b"*", "s1"),))),
+    "rules": lambda plan: plan.following(Compatibility(plan.version, (CompatibilityRule(b"*", "s1"),))),
 }
 """Nothing in such a copy shows that no balancer can have written it."""
 
@@ -93,6 +94,14 @@ def moved(cluster: SimCluster, balancer: Balancer) -> Plan:
     return balancer.plan
 
 
+def add_rule(cluster: SimCluster, balancer: Balancer, channel: bytes) -> None:
+    """Add a compatibility rule for a channel that the plan names."""
+    rule = {"action": "add", "pattern": channel, "server": balancer.home(channel), "plain": False}
+    assert cluster.ask("compatibility", rule).error is None
+    assert channel in [each.pattern for each in balancer.plan.compatibility.rules]
+    cluster.run(10)
+
+
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
 def test_a_forged_copy_is_repaired_while_the_balancer_leads(forgery: Forgery, newer: bool) -> None:
@@ -113,6 +122,38 @@ def test_a_copy_that_was_changed_under_its_version_is_repaired_while_the_balance
     assert balancer.machine.overview.all_counters()["copies_conflicting"] == 1
 
 
+def test_the_agent_reads_a_repaired_copy_again_though_its_version_is_the_same() -> None:
+    cluster, balancer = started(3)
+    moved(cluster, balancer)
+    agent = cluster.agents["s3"]
+    forge(cluster, partial(with_entry, b"real", moved_entry(balancer.plan)), "s3")
+    agent.restart()
+    agent.plan = cluster.servers["s3"].plan
+    assert agent.plan != balancer.plan
+    cluster.run_until(lambda: agent.plan == balancer.plan)
+
+
+def test_a_doubt_is_repeated_until_an_agent_hears_of_it() -> None:
+    cluster, balancer = started(3)
+    good = moved(cluster, balancer)
+    agent, doubts = cluster.agents["s3"], 0
+
+    def lose(message: object) -> bool:
+        nonlocal doubts
+        doubts += isinstance(message, PlanQuery) and message.is_doubtful
+        return False
+
+    agent.lose = lose
+    cluster.listen("s3", 0)
+    forge(cluster, partial(with_entry, b"real", moved_entry(balancer.plan)), "s3")
+    cluster.run_until(lambda: cluster.servers["s3"].plan == good)
+    cluster.run(3)
+    cluster.listen("s3", 1)
+    cluster.run_until(lambda: doubts > 0)
+    cluster.run(10)
+    assert doubts == 1
+
+
 def test_an_entry_above_the_version_is_left_out_and_the_channel_can_be_moved() -> None:
     """No balancer can have written it, and no later change of the channel would be newer."""
     cluster, balancer = started(3)
@@ -123,6 +164,33 @@ def test_an_entry_above_the_version_is_left_out_and_the_channel_can_be_moved() -
         forge(cluster, partial(with_entry, b"real", last), server)
     cluster.run(10)
     check_right(cluster, cluster.started(NO_DECISIONS), good)
+
+
+@pytest.mark.parametrize("forged_at", [("s1",), ("s1", "s2", "s3")], ids="+".join)
+def test_rules_above_the_version_are_left_out_and_rules_can_be_changed(forged_at: tuple[str, ...]) -> None:
+    """No balancer can have written them, and no later rules would be newer."""
+    cluster, first = started(3)
+    good = moved(cluster, first)
+    add_rule(cluster, first, b"real")
+    known = first.plan.compatibility
+    cluster.kill(first)
+    last = Compatibility(EPOCH_MAX, (CompatibilityRule(b"evil.*", "s2"),))
+    forge(cluster, lambda plan: plan.following(last), *forged_at)
+    cluster.run(10)
+    balancer = cluster.started(NO_DECISIONS)
+    assert any("compatibility rules are left out" in str(note.details) for note in balancer.notes)
+    if len(forged_at) == 1:
+        assert balancer.plan.compatibility == known
+    else:
+        assert balancer.plan.compatibility == Compatibility(balancer.plan.version), "clients give the old ones up"
+    check_right(cluster, balancer, good)
+    cluster.run(10)
+    before = balancer.plan.compatibility.version
+    to = "s1" if balancer.home(b"other") == "s2" else "s2"
+    assert cluster.ask("move", {"channel": b"other", "to": to}).error is None
+    cluster.run(20)
+    add_rule(cluster, balancer, b"other")
+    assert balancer.plan.compatibility.version > before
 
 
 def test_the_entries_of_a_large_plan_are_looked_at_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:

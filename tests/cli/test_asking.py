@@ -10,9 +10,13 @@ import pytest
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.machine.events import ErrorReply
+from dynamoth.names import AGENT_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
 from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.control import AdminReply
+from dynamoth.protocol.stored_plan import READ_HEADER
 from dynamoth_cli import admin
+from dynamoth_cli.cluster_access import Access
+from dynamoth_cli.commands import status
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ServerAddress, parse_cluster_url
@@ -64,6 +68,47 @@ def test_a_plan_is_read_although_one_server_refuses(monkeypatch: pytest.MonkeyPa
     answering(monkeypatch, REFUSED, REFUSED, REFUSED)
     with pytest.raises(RequestRefused, match="NOPERM no"):
         asyncio.run(admin.read_plan(CLUSTER, LINK))
+
+
+def test_a_plan_of_another_format_is_not_said_to_be_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No balancer of this version writes over it."""
+    plan = Plan.initial([Server("s1", "redis://127.0.0.1:1")])
+    newer, damaged = (
+        {**stored_hash(plan, "run"), b"@format": b"7"},
+        {b"@version": b"x", b"@cluster": b"x", b"@run": b""},
+    )
+    answering(monkeypatch, damaged, newer, newer)
+    with pytest.raises(ClusterUnavailable, match=r"in format 7, .*: upgrade this software") as caught:
+        asyncio.run(admin.read_plan(CLUSTER, LINK))
+    assert "start 'dynamoth balancer'" not in str(caught.value)
+    answering(monkeypatch, damaged, damaged, damaged)
+    with pytest.raises(ClusterUnavailable, match="start 'dynamoth balancer', which writes it again"):
+        asyncio.run(admin.read_plan(CLUSTER, LINK))
+
+
+def test_status_names_the_server_whose_plan_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.initial([Server(f"s{number}", f"redis://127.0.0.1:{number}") for number in (1, 2)])
+    stored = {"s1": stored_hash(plan, "run"), "s2": {**stored_hash(plan, "run"), b"@format": b"7"}}
+    listening = [AGENT_CHANNEL, 1, RECORDER_FAILING_CHANNEL, 0, RECORD_CHANNEL, 0]
+    headers = {id_: [fields.get(name) for name in READ_HEADER[2:]] for id_, fields in stored.items()}
+
+    async def ask_all(servers: Any, *_: Any, **__: Any) -> list[Any]:
+        return [[listening, headers[f"s{server.port}"]] for server in servers]
+
+    async def read_header(*_: Any) -> Plan:
+        return plan
+
+    async def ask_balancer(*_: Any, **__: Any) -> Any:
+        return {"servers": {}}
+
+    monkeypatch.setattr(status, "ask_all", ask_all)
+    monkeypatch.setattr(status, "read_header", read_header)
+    monkeypatch.setattr(status, "ask_balancer", ask_balancer)
+    found = asyncio.run(status.read_status(Access(CLUSTER, LINK)))
+    [problem] = found["problems"]
+    assert (problem["kind"], problem["subject"]) == ("plan_unreadable", "s2")
+    assert "in format 7" in problem["reason"]
+    assert [server["stored_version"] for server in found["servers"].values()] == [plan.version, None]
 
 
 def test_servers_that_hang_hold_a_question_to_all_up_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

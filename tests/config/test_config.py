@@ -19,6 +19,9 @@ from dynamoth.settings.sections import Config
 
 SECTIONS = ("cluster", "link", "agent", "balancer", "log")
 NOTHING: Mapping[str, str] = MappingProxyType({})
+HUGE = "0x" + 9000 * "f"
+"""More digits than Python writes."""
+
 SERVERS = """
 [[cluster.servers]]
 id = "s1"
@@ -182,6 +185,22 @@ def test_every_setting_says_what_it_means() -> None:
         (SERVERS.replace("s2", "s1"), r"cluster.servers\[1\].id: one that no other server has expected, not 's1'"),
         (SERVERS.replace("//b", "//a"), r"cluster.servers\[1\].url: one that no other server has"),
         (SERVERS.replace("= 5", "= 0"), r"cluster.servers\[1\].outgoing_bytes_per_s_max: a whole number from 1"),
+        (SERVERS.replace("= 5", "= 1e300"), r"cluster.servers\[1\].outgoing_bytes_per_s_max: .* not 1e\+300"),
+        (SERVERS.replace("= 5", f"= {HUGE}"), r"cluster.servers\[1\].outgoing_bytes_per_s_max: .* thousands of digits"),
+        (
+            "[cluster]\noutgoing_bytes_per_s_max = 1_000_000_000_001\n",
+            r"outgoing_bytes_per_s_max: a whole number from 1 to 1000000000000 \(bytes/s\) expected, not 1000000000001",
+        ),
+        (f"[cluster]\noutgoing_bytes_per_s_max = {HUGE}\n", "outgoing_bytes_per_s_max: .* thousands of digits"),
+        (
+            "[agent]\nreport_interval_s = 0.0001\n",
+            r"report_interval_s: a number from 0.1 to 60 \(s\) expected, not 0.0001",
+        ),
+        ("[agent]\nreport_interval_s = 1e300\n", r"report_interval_s: .* to 60 \(s\) expected, not 1e\+300"),
+        ("[agent]\nreport_interval_s = nan\n", "report_interval_s: .* not nan"),
+        (f"[agent]\nreport_interval_s = {HUGE}\n", "report_interval_s: .* thousands of digits"),
+        (f"[agent]\nhttp_port = [{HUGE}]\n", "http_port: .* thousands of digits"),
+        ("[balancer]\nmemory_bytes_max = 1_000_000_000_000_001\n", "memory_bytes_max: .* to 1000000000000000"),
         (
             SERVERS + "draining = 1\n",
             r"cluster.servers\[1\].draining: true or false expected, not 1 \(from x.toml line 10",

@@ -108,7 +108,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         ForwardRequest, st.lists(st.tuples(server_ids, st.binary(max_size=20)), max_size=3).map(tuple)
     ),
     PlanChange: st.builds(PlanChange, deltas),
-    PlanQuery: st.builds(PlanQuery, epochs),
+    PlanQuery: st.builds(PlanQuery, epochs, st.booleans()),
     PlanAck: st.builds(PlanAck, st.text(max_size=5), naturals, epochs),
     Vacated: st.builds(
         Vacated, st.text(max_size=5), st.lists(st.tuples(channels, epochs), max_size=3).map(tuple), naturals

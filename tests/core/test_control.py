@@ -18,6 +18,7 @@ from dynamoth.protocol.control import (
     LossNotice,
     Marker,
     ObservationGap,
+    PlanQuery,
     RouteNotice,
     pack_control,
     seal_control,
@@ -41,6 +42,10 @@ def test_every_kind_is_read_as_it_was_written(kind: type[Any]) -> None:
 def test_fields_of_newer_software_are_ignored(message: ControlMessage, added: list[Any]) -> None:
     fields = msgpack.unpackb(pack_control(message), strict_map_key=False)
     assert unpack_control(msgpack.packb([*fields, *added])) == message
+
+
+def test_a_query_of_an_older_balancer_has_no_doubt() -> None:
+    assert unpack_control(msgpack.packb([7, 3])) == PlanQuery(3)
 
 
 @given(entries(), st.lists(anything, min_size=1, max_size=3))

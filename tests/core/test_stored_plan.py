@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.errors import MalformedMessage, OtherFormat
+from dynamoth.errors import MalformedMessage, OtherFormat, PlanError
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
-from dynamoth.plan.compatibility import CompatibilityRule
-from dynamoth.plan.plan import Entry, Phase, Plan, Route, single
+from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
+from dynamoth.plan.plan import Entry, Phase, Plan, PlanDelta, Route, single
 from dynamoth.plan.slots import SLOTS, slot_of
 from dynamoth.protocol import stored_plan
-from dynamoth.protocol.plan_wire import pack_entry
+from dynamoth.protocol.plan_wire import pack_compatibility, pack_entry
 from tests.core.strategies import CHANNELS, PLAN_0, plans
 
 C = b"news"
@@ -282,6 +282,27 @@ def test_refuses_an_entry_that_sends_to_an_unlisted_server() -> None:
         redis[PLAN_KEY][b"c:" + C] = pack_entry(entry)
         with pytest.raises(MalformedMessage, match="does not list"):
             redis.whole(RUN)
+
+
+def test_refuses_rules_with_a_version_above_the_plans() -> None:
+    """No later rules would be newer."""
+    redis, why = holding(PLAN_0), "rules have version 7, and the stored plan only version 0"
+    redis[PLAN_KEY][b"@compatibility"] = pack_compatibility(Compatibility(7, (CompatibilityRule(b"*", "s1"),)))
+    header = redis.execute([stored_plan.READ_HEADER])
+    for read in (
+        lambda: redis.whole(RUN),
+        lambda: redis.entry(C, RUN),
+        lambda: stored_plan.parse_header(header, RUN),
+        lambda: stored_plan.parse_rules(redis.execute([stored_plan.READ_RULES]), RUN),
+    ):
+        with pytest.raises(MalformedMessage, match=why):
+            read()
+    lost: list[str] = []
+    found = stored_plan.parse_header(header, RUN, lost)
+    assert found is not None and not found.plan.compatibility.rules
+    assert lost == [why]
+    with pytest.raises(PlanError, match="rules of version 7 do not fit version 1"):
+        PLAN_0.apply(PlanDelta(0, 1, {}, Compatibility(7)))
 
 
 def test_refuses_an_entry_with_an_epoch_above_the_version() -> None:

@@ -205,7 +205,10 @@ def hash_of(plan: Plan, run_id: str) -> dict[bytes, bytes]:
     return stored
 
 
-@given(plans(PLAN_0.following(Compatibility(4, RULES))), channels | st.sampled_from((b"c1", b"c2", b"plain")))
+@given(
+    plans(PLAN_0.with_entries({}, 4).following(Compatibility(4, RULES))),
+    channels | st.sampled_from((b"c1", b"c2", b"plain")),
+)
 def test_the_stored_plan_is_read_and_written_as_documented(plan: Plan, channel: bytes) -> None:
     stored = hash_of(plan, "run")
     read = second.StoredPlan.read(stored)
@@ -259,7 +262,9 @@ def fields_of(message: control.ControlMessage) -> list[Any]:
             if delta.servers is not None:
                 change += [None, [[server.id, server.url] for server in delta.servers]]
             return [change]
-        case control.PlanQuery(version) | control.RulesChanged(version):
+        case control.PlanQuery(version, is_doubtful):
+            return [version, is_doubtful]
+        case control.RulesChanged(version):
             return [version]
         case control.PlanAck(server, incarnation, version):
             return [server, incarnation, version]

@@ -15,7 +15,7 @@ from tests.machines.agent import Agent
 from tests.machines.helpers import PLAN_0, C, commands, published, tagged
 from tests.machines.publisher import ID, Publisher
 
-PLAIN = PLAN_0.following(Compatibility(1, (CompatibilityRule(b"*", "s1"),)))
+PLAIN = PLAN_0.with_entries({}, 1).following(Compatibility(1, (CompatibilityRule(b"*", "s1"),)))
 LIFTED = Compatibility(2, (CompatibilityRule(b"*", "s1", plain=False),))
 
 

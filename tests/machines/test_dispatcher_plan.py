@@ -185,6 +185,46 @@ def test_answers_the_balancers_question_or_reads() -> None:
     assert told_balancer(agent.read(ACTIVE)) == [ack(2)]
 
 
+def test_a_doubtful_plan_is_read_again_and_listeners_in_the_wrong_place_verify_again() -> None:
+    """Somebody has changed the copy, and the balancer has written it again: the agent may know the right plan only."""
+    agent = Agent("s1").holding(SETTLED)
+    assert agent.hear(PlanQuery(SETTLED.version, is_doubtful=True)) == [READ]
+    actions = agent.read(SETTLED)
+    assert told_balancer(actions) == [ack(SETTLED.version)]
+    [ask] = asked_who_listens(actions)
+    assert said(agent.tell(reply(ask, [C]))) == [LossNotice(C, None)]
+    assert asked_who_listens(agent.hear(PlanQuery(SETTLED.version))) == [], "once"
+
+
+def test_a_forged_plan_that_was_read_gives_way_to_the_one_that_the_balancer_doubts_no_more() -> None:
+    agent = Agent("s1").holding(replace(SETTLED, version=SETTLED.version + 5))
+    agent.hear(PlanQuery(PLAN_0.version, is_doubtful=True))
+    assert told_balancer(agent.read(PLAN_0)) == [ack(PLAN_0.version)]
+    assert agent.dispatcher.plan == PLAN_0
+
+
+def test_a_reading_from_before_the_doubt_does_not_answer_it() -> None:
+    agent, later = Agent("s1").holding(SETTLED), SETTLED.with_entries({}, SETTLED.version + 1)
+    assert agent.hear(PlanQuery(later.version)) == [READ]
+    assert agent.hear(PlanQuery(later.version, is_doubtful=True)) == []
+    first = agent.read(later)
+    assert READ in first and asked_who_listens(first) == []
+    assert asked_who_listens(agent.read(later))
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["unreadable", "link lost"])
+def test_a_doubt_outlives_a_failed_reading(is_lost: bool) -> None:
+    agent = Agent("s1", options=DispatcherOptions(plan_retry_s=0.5)).holding(SETTLED)
+    agent.hear(PlanQuery(SETTLED.version, is_doubtful=True))
+    if is_lost:
+        agent.down(LOCAL)
+        agent.up(LOCAL)
+    else:
+        agent.read(None)
+        assert READ in agent.pass_time(0.5)
+    assert asked_who_listens(agent.read(SETTLED))
+
+
 @pytest.mark.parametrize(
     ("delta", "malformed"),
     [

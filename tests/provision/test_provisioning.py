@@ -25,6 +25,7 @@ class Scripted:
         self.adopted: list[dict[str, str]] = []
         self.may_end = asyncio.Event()
         self.fails = False
+        self.fault: Exception | None = None
 
     def adopt(self, servers: Mapping[str, str]) -> None:
         self.adopted.append(dict(servers))
@@ -34,6 +35,8 @@ class Scripted:
         await self.may_end.wait()
         if self.fails:
             raise ProvisionerFailed("no credit left")
+        if self.fault is not None:
+            raise self.fault
 
     async def start(self, id_: str) -> str:
         await self._answer(f"start {id_}")
@@ -85,6 +88,22 @@ async def test_one_that_hangs_is_given_up_and_may_be_asked_again() -> None:
     asked.provisioner.may_end.set()
     assert (await asked.ask(START)).url == "redis://auto-7-1"
     assert asked.provisioner.asked == ["start auto-7-1", "start auto-7-1"]
+
+
+async def test_a_fault_of_a_provisioner_is_reported_and_the_request_may_be_made_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = Asked()
+    asked.provisioner.may_end.set()
+    asked.provisioner.fault = OSError(28, "No space left on device")
+    answer = await asked.ask(START)
+    assert not answer.url
+    assert "No space left on device" in answer.problem
+    [record] = caplog.records
+    assert record.exc_info is not None and record.exc_info[1] is asked.provisioner.fault
+
+    asked.provisioner.fault = None
+    assert (await asked.ask(START)).url == "redis://auto-7-1"
 
 
 async def test_a_request_under_way_is_not_made_twice() -> None:

@@ -11,6 +11,10 @@ version in this term, the copy itself is read, too, because it may hold unknown 
 
 A copy is read again every ``verify_interval_s``: the header, the number of fields, and some of the entries, in turn. So
 changes by others are found even if they leave the version as it was.
+
+Clients and the agent may have read what others have written. So the agent is asked to read the copy again, and to have
+clients in the wrong place verify again: after each such change, and at the beginning of a term, which may rest on a
+forged copy. The query is repeated until somebody has received it.
 """
 
 from __future__ import annotations
@@ -101,6 +105,9 @@ class PlanCopy:
         self._audited: Plan | None = None
         #: The index of the entry that the next audit begins with.
         self._audit_from = 0
+        #: Whether the agent and clients may have read what no balancer has written.
+        self._is_doubtful = False
+        self._doubt_at = -math.inf
 
     def link_up(self, run_id: str | None) -> None:
         """Begin a new connection: the copy is unknown."""
@@ -121,8 +128,9 @@ class PlanCopy:
         self._retry_at = retry_at
 
     def trust_version(self, version: int) -> None:
-        """Set the version that recovery has just read over this connection."""
+        """Set the version that recovery has just read over this connection, with the header at most."""
         self.version = version
+        self._is_doubtful = True
 
     @property
     def is_written_whole(self) -> bool:
@@ -141,6 +149,10 @@ class PlanCopy:
         if self.version is None:
             return [self._send("header", READ_HEADER)]
         if self.version == book.plan.version:
+            if self._is_doubtful and now >= self._doubt_at:
+                self._doubt_at = now + self._retry_s
+                query = pack_control(PlanQuery(self.version, is_doubtful=True))
+                return [self._send("doubt", (b"PUBLISH", AGENT_CHANNEL, query))]
             if now >= self._verify_at:
                 return [self._send("header", READ_HEADER)]
             return self._audit(book.plan) if self._is_audit_due else self._probe(now)
@@ -185,6 +197,10 @@ class PlanCopy:
         if term != self._term or attempt != self._attempt:
             return []  # of an earlier term, or a further part of a plan that was given up
         assert what == self._sent, f"{self.server} answered {what}, not {self._sent}"
+        if what == "doubt":
+            self._sent = None
+            self._is_doubtful = not isinstance(value, int) or not value
+            return self.sync(book, now)
         if isinstance(value, ErrorReply):
             return self._on_refusal(str(value), book, now)
         if what == "part":
@@ -271,6 +287,7 @@ class PlanCopy:
         return [CopyFound(Copy(self.server, plan, self._believed))]
 
     def _damaged(self, reason: str) -> Note:
+        self._is_doubtful = True
         details = {"server": self.server, "reason": reason}
         return Note("error", "what a server stores as the plan cannot be read; it is written again", details)
 
@@ -317,6 +334,7 @@ class PlanCopy:
         return [self._changed(details), *self._write_whole(book)]
 
     def _changed(self, details: dict[str, Any]) -> Note:
+        self._is_doubtful = True
         text = "somebody else has changed the stored plan; it is written again: see who may write the key"
         return Note("error", text, {"server": self.server, **details})
 
@@ -324,10 +342,12 @@ class PlanCopy:
 
     def resume(self) -> None:
         """Continue after ``CopyFound``: the book includes the copy now."""
+        self._is_doubtful = True
         self._retry_at = -math.inf
 
     def overwrite(self, book: PlanBook) -> list[CopyAction]:
         """Continue after ``CopyFound`` by overwriting the copy."""
+        self._is_doubtful = True
         self._retry_at = -math.inf
         return self._write_whole(book)
 

@@ -13,7 +13,7 @@ from typing import Any
 from dynamoth.errors import ConfigError, MalformedMessage, OtherFormat
 from dynamoth.machine.events import ErrorReply, Send
 from dynamoth.names import in_quotes
-from dynamoth.plan.compatibility import CompatibilityRule
+from dynamoth.plan.compatibility import Compatibility, CompatibilityRule
 from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.fence import TERM_MAX
 from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader, parse_header, parse_whole
@@ -95,6 +95,8 @@ class Takeover:
         self._copies: list[Copy] = []
         #: Servers with copies that have unreadable entries: copies of the same plan at other servers are read, too.
         self._damaged: set[str] = set()
+        #: Servers with compatibility rules that cannot be believed.
+        self._without_rules: set[str] = set()
         #: The servers with a plan of an older or newer format, with the reason why it cannot be continued.
         self._other_formats: dict[str, str] = {}
         #: The unreadable entries.
@@ -136,11 +138,17 @@ class Takeover:
         try:
             if isinstance(value, ErrorReply):
                 raise MalformedMessage(str(value))
+            lost: list[str] = []
             if what == "header":
-                found.header = parse_header(value, found.run_id)
+                found.header = parse_header(value, found.run_id, lost)
+                if lost and server not in self._without_rules:
+                    self._without_rules.add(server)
+                    self._conflicts.append(Conflict(server, f"its compatibility rules are left out: {lost[0]}"))
             else:
                 damaged: list[bytes] = []
-                self._keep(server, parse_whole(value, None, damaged), found)
+                self._keep(server, parse_whole(value, None, damaged, lost), found)
+                if lost:  # other copies may have the right ones
+                    self._damaged.add(server)
                 if damaged:
                     self._damaged.add(server)
                     self._conflicts.append(Conflict(server, _damage(damaged)))
@@ -238,6 +246,8 @@ class Takeover:
             virtual_nodes=self._virtual_nodes,
             rules=self._rules,
         )
+        if self._without_rules and not plan.compatibility.version:  # newer than what clients know, for all to agree
+            plan = plan.following(Compatibility(plan.version))
         stored = [copy for copy in usable if copy.plan is not self._own]  # another may have led since our own term
         is_complete = complete and not self._damaged and any(copy.believed for copy in stored)
         known = {copy.plan.version: copy.plan for copy in usable if copy.server not in self._damaged}
@@ -251,7 +261,7 @@ class Takeover:
             and same_header(found.header.plan, plan)
         }
         versions = {server: version for server, version in fresh.items() if book.change_from(version) is not None}
-        versions.update(dict.fromkeys(self._damaged, UNUSABLE))
+        versions.update(dict.fromkeys(self._damaged | self._without_rules, UNUSABLE))
         return book, versions, [*self._conflicts, *conflicts]
 
     def _judge(self, copy: Copy) -> Copy:

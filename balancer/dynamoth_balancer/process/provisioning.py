@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from dynamoth_balancer.events import ListServers, ProvisionerAnswered, ProvisionerRequest
 from dynamoth_balancer.process.provisioners import Provisioner, ProvisionerFailed
 from dynamoth_balancer.provision.fleet import FreeServer, StartServer
+
+_log = logging.getLogger("dynamoth.provisioner")
 
 
 class Provisioning:
@@ -58,7 +61,11 @@ class Provisioning:
         except TimeoutError:
             reason = f"the provisioner has not answered for {self._answer_timeout_s:g} s"
             answer = ProvisionerAnswered(request, reason)
-        del self._tasks[request]  # first, as the answer may lead to the same request again
+        except Exception as error:  # a fault of the provisioner's code: the request ends, and may be repeated
+            _log.exception("a provisioner has failed in a way that it does not foresee: please report this")
+            answer = ProvisionerAnswered(request, f"a fault of the provisioner, see the log: {error!r:.200}")
+        finally:
+            del self._tasks[request]  # first, as the answer may lead to the same request again
         self._on_answer(answer)
 
     async def _ask(self, request: ProvisionerRequest) -> ProvisionerAnswered:

@@ -18,6 +18,7 @@ from pathlib import Path
 from dynamoth import names
 from dynamoth.errors import ConfigError
 from dynamoth.globs import literal_glob, matches_reserved, physical_patterns
+from dynamoth_cli.text_files import UnreadableFile, read_text_file
 
 ROLES = ("agent", "balancer", "client", "operator", "recorder")
 
@@ -269,8 +270,8 @@ def read_passwords(file: Path | None, environment: Mapping[str, str]) -> dict[st
     found = {role: environment.get(PASSWORD_VARIABLE.format(role.upper()), "") for role in ROLES}
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = read_text_file(file).splitlines()
+        except UnreadableFile as error:
             raise ConfigError(f"--passwords {file}: cannot be read as text: {error}") from error
         for number, line in enumerate(lines, 1):
             role, _, password = line.strip().partition(" ")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from dynamoth.errors import ClusterUnavailable, RequestRefused
+from dynamoth.errors import ClusterUnavailable, MalformedMessage, RequestRefused
 from dynamoth.machine.events import ErrorReply
 from dynamoth.names import AGENT_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
@@ -120,7 +120,11 @@ def _server(
         refusal = str(listening if isinstance(listening, ErrorReply) else stored)
         problems.append(_problem("server_refuses", id_, refusal))
         return found
-    header = parse_header(stored, None)
+    header, damage = None, ""
+    try:
+        header = parse_header(stored, None)
+    except MalformedMessage as error:
+        damage = f"its stored plan cannot be used: {error}"
     _, agents, _, failing, _, recorders = listening
     found["agents"], found["recorders"] = agents, recorders
     if failing and not any(problem["kind"] == "recorder_failing" for problem in problems):
@@ -130,7 +134,9 @@ def _server(
         problems.append(_problem("agent_silent", id_, no_agent(id_)))
     elif agents != 1:
         problems.append(_problem("agents_in_conflict", id_, several_agents(agents), Severity.WARNING))
-    if header is None:
+    if damage:
+        problems.append(_problem("plan_unreadable", id_, damage))
+    elif header is None:
         text = "it stores no plan: the balancer writes it when it gets there"
         problems.append(_problem("plan_not_stored", id_, text))
     return found

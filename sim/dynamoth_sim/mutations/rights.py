@@ -9,6 +9,7 @@ from dynamoth.plan.plan import Entry
 from dynamoth.protocol import stored_plan
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.copies import PlanCopy
+from dynamoth_dispatcher.followed_plan import FollowedPlan
 from dynamoth_dispatcher.machine import DispatcherMachine
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
 
@@ -43,9 +44,26 @@ def any_epoch_is_possible() -> AbstractContextManager[None]:
     return replaced(stored_plan, _possible=possible)
 
 
+def agents_have_no_doubt() -> AbstractContextManager[None]:
+    """Agents do not read a stored plan again that somebody else may have changed, and ask no listeners."""
+    return replaced(FollowedPlan, doubt=no_actions)
+
+
+def headers_are_believed() -> AbstractContextManager[None]:
+    """At a takeover, the balancer does not doubt copies of which it has read the header only."""
+
+    def trust_version(self: PlanCopy, version: int) -> None:
+        self.version = version
+
+    return replaced(PlanCopy, trust_version=trust_version)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("60-may-not-observe", blind_is_believed, "expected"),
     Check("61-forged-acknowledgement", any_voice_counts, "expected"),
     Check("64-forged-entry", no_audit, "expected"),
     Check("107-forged-epoch", any_epoch_is_possible, "expected"),
+    Check("129-forged-copies", agents_have_no_doubt, "expected"),
+    Check("129-forged-copies-read", agents_have_no_doubt, "expected"),
+    Check("129-forged-copies-only", headers_are_believed, "expected"),
 )

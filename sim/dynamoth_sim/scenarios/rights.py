@@ -6,6 +6,7 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from dynamoth.names import BALANCER_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import EPOCH_MAX, Phase, Route, single
@@ -100,9 +101,51 @@ def forged_epoch(stage: Stage) -> None:
     stage.publish(publisher, channel)
 
 
+def forged_copies(servers: tuple[str, ...], stage: Stage) -> None:
+    """Case 129. While no balancer runs, somebody writes another place into some stored plans, and a client believes it.
+
+    Where the next balancer writes the plan again, the agent reads it and has listeners in the wrong place verify again.
+    If the balancer reads a forged copy, that of s1, it goes on with it, and all agents must follow.
+    """
+    home = servers[0]
+    channel = stage.channel_at(home)
+    stage.move(channel, "s1" if home == "s2" else "s2")
+    publisher = stage.publisher("P", channel)
+    plan, balancer = stage.cluster.stored_plan("s1"), stage.cluster.balancer
+    assert plan is not None
+    balancer.crash()
+    entry = plan.entries[channel]
+    forged = pack_entry(replace(entry, route=replace(entry.route, assignment=single("s3"))))
+    for server in servers:
+        stage.cluster.servers[server].hash(PLAN_KEY)[b"c:" + channel] = forged
+    subscriber = stage.subscriber("S", channel)
+    stage.run(1.0)
+    balancer.start()
+    copies = [stage.cluster.servers[server].hash for server in stage.cluster.present]
+    fields = (b"@version", b"c:" + channel)
+    before = b"%d" % plan.version
+    stage.wait(
+        "the balancer writes all copies",
+        lambda: (
+            len(stored := {tuple(map(copy(PLAN_KEY).get, fields)) for copy in copies}) == 1
+            and next(iter(stored))[0] != before
+        ),
+    )
+    stage.run(1.0)
+    stage.cluster.audit.calm()
+    since = stage.world.now
+    stage.publish(publisher, channel, times=3)
+    stage.run(0.5)
+    got = len(stage.records("DELIVERS", since=since, who=subscriber.name, channel=channel))
+    stage.expect(f"the subscriber gets 3 messages, not {got}", got == 3, channel)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "60-may-not-observe": Scenario(may_not_observe, opened=False),
     "61-forged-acknowledgement": Scenario(forged_acknowledgement),
     "64-forged-entry": Scenario(forged_entry),
     "107-forged-epoch": Scenario(forged_epoch),
+    "129-forged-copies": Scenario(partial(forged_copies, ("s2", "s3")), losses_allowed=True),
+    "129-forged-copies-read": Scenario(partial(forged_copies, ("s1", "s3")), losses_allowed=True),
+    "129-forged-copies-only": Scenario(partial(forged_copies, ("s1", "s2", "s3")), losses_allowed=True),
 }
