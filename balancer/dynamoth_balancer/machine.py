@@ -160,6 +160,7 @@ class BalancerMachine:
             self._agents,
             self._model,
             self.options.transitions_max,
+            self.options.agent_stale_s,
             self.counters,
             self._change,
         )

@@ -112,6 +112,11 @@ def moves_wait_for_agents() -> AbstractContextManager[None]:
     return replaced(repair, stuck=returning({}))
 
 
+def moves_wait_for_servers() -> AbstractContextManager[None]:
+    """A move that waits for a server that refuses the plan is never undone."""
+    return replaced(repair, unstored=returning({}))
+
+
 CHECKS: tuple[Check, ...] = (
     Check("90-stale-write", no_fence, "expected"),
     Check("91-balancer-dies", second_balancers_end, "expected"),
@@ -131,6 +136,8 @@ CHECKS: tuple[Check, ...] = (
     Check("97-agent-hangs", moves_wait_for_agents, "expected"),
     Check("97-agent-falls-behind", moves_wait_for_agents, "expected"),
     Check("97-agent-of-a-replica-dies", moves_wait_for_agents, "expected"),
+    Check("97-server-refuses-the-plan", moves_wait_for_servers, "expected"),
+    Check("97-old-server-refuses-the-plan", moves_wait_for_servers, "expected"),
     Check("97-hung-agent-is-replaced", hung_agents_keep_their_place, "expected"),
     Check("98-data-centres-part", minorities_lead, "expected"),
     Check("98-data-centres-part", dead_servers_keep_channels, "expected"),
