@@ -118,6 +118,7 @@ class BalancerMachine:
         incarnation: up to 63 bits, random, new with each start of the process.
         options: every threshold, interval and bound.
         fleet: when servers are added and freed; None where no provisioner can do that.
+        process: which process this is, for people.
 
     Raises:
         ConfigError: there is no server, or one is named twice; or the servers to drain are unknown, or all servers.
@@ -130,6 +131,7 @@ class BalancerMachine:
         incarnation: int,
         options: BalancerOptions | None = None,
         fleet: FleetOptions | None = None,
+        process: str = "",
     ) -> None:
         ids = [server.id for server in servers]
         if not ids or len(set(ids)) != len(ids):
@@ -162,6 +164,7 @@ class BalancerMachine:
             self._agents,
             self._model,
             self.options.transitions_max,
+            self.options.agent_stale_s,
             self.counters,
             self._change,
         )
@@ -189,6 +192,7 @@ class BalancerMachine:
         #: What people and metrics read.
         self.overview = Overview(
             incarnation=incarnation,
+            process=process,
             leadership=self.leadership,
             servers=self._servers,
             lease=self._lease,
@@ -608,7 +612,7 @@ class BalancerMachine:
         except ConfigError as error:
             return [*self._lease.release(now), *self._stop(error)]
         self.leadership.takeover = None
-        self.leadership.stage = Stage.LEADING
+        self.leadership.stage, self.leadership.since = Stage.LEADING, now
         self._agents.forget_acknowledgements()
         servers = list(self._servers.listed.values())
         installer = Installer(book, servers, self._agents, self.options, self.leadership.term, now, self._quorum)

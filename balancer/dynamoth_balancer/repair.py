@@ -1,4 +1,4 @@
-"""Repairs the plan after failures: what dead servers have goes to others, and moves that failed agents hold are undone.
+"""Repairs the plan after failures: others take over from dead servers, and moves that cannot go on are undone.
 
 This is no goal of balancing: it goes on while the balancer is paused or waits between two plans, and whatever else is
 under way.
@@ -16,7 +16,7 @@ from dynamoth_balancer.admin.changes import CarryOut
 from dynamoth_balancer.decide.failover import fail_over
 from dynamoth_balancer.decide.history import FAILOVER, ROLLBACK
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.decide.rollback import stuck
+from dynamoth_balancer.decide.rollback import stuck, unstored
 from dynamoth_balancer.events import InnerAction, Note
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.dead_servers import DeadServers
@@ -43,6 +43,7 @@ class Repair:
         agents: the agents of all servers.
         model: the load of servers and channels.
         transitions_max: how many channels may be in transition.
+        patience_s: how long a move waits for a server that refuses the plan.
         counters: those of the balancer.
         change: carries out a change.
 
@@ -55,6 +56,7 @@ class Repair:
         agents: Agents,
         model: ClusterModel,
         transitions_max: int,
+        patience_s: float,
         counters: Counter[str],
         change: Change,
     ) -> None:
@@ -63,6 +65,7 @@ class Repair:
         self._agents = agents
         self._model = model
         self._transitions_max = transitions_max
+        self._patience_s = patience_s
         self._counters = counters
         self._change = change
 
@@ -94,12 +97,17 @@ class Repair:
             return [Note("error", "nothing can be taken over", {"reason": str(error)})]
 
     def _roll_back(self, installer: Installer, now: float) -> list[InnerAction]:
-        """Undo the moves that wait for failed agents, and that no client has noticed."""
-        assignments = stuck(installer, self._agents, now)
-        if not assignments:
-            return []
+        """Undo the moves that wait for failed agents or for servers without room, and that no client has noticed."""
+        if assignments := stuck(installer, self._agents, now):
+            return self._undo(installer, assignments, "an agent that the move needs has failed", now)
+        if assignments := unstored(installer, self._patience_s, now):
+            return self._undo(installer, assignments, "a server that the move needs refuses to store the plan", now)
+        return []
+
+    def _undo(
+        self, installer: Installer, assignments: Mapping[bytes, Assignment], reason: str, now: float
+    ) -> list[InnerAction]:
         self._counters["moves_rolled_back"] += len(assignments)
-        reason = "an agent that the move needs has failed"
         try:
             return self._change(assignments, reason, now, begin=installer.roll_back, goal=ROLLBACK)
         except RequestRefused as error:

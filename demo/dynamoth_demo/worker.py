@@ -38,6 +38,7 @@ from typing import Any
 import redis.exceptions
 
 from dynamoth.errors import ClusterUnavailable
+from dynamoth_cli.numbers import channel_name
 from dynamoth_client.asyncio import GapInfo, PubSub, Redis
 from dynamoth_daemon.event_loop import run
 from dynamoth_demo.festival import Festival, Performer
@@ -228,7 +229,7 @@ class Worker(ABC):
         """Handle a gap event. The audit knows publishers by their player's number, not by their client's id."""
         channel = gap.channel if isinstance(gap.channel, bytes) else gap.channel.encode()
         self.audit.gap(subscriber, channel, None, None, time.monotonic())
-        self.tell_story(f"subscriber {subscriber}: gap on {channel!r}: {gap.reason}")
+        self.tell_story(f"subscriber {subscriber}: gap on {channel_name(channel)}: {gap.reason}")
 
     def failed(self, story: str) -> None:
         """Count a call of a client that failed. Raises ClusterUnavailable when there are too many."""

@@ -134,9 +134,6 @@ def _check_relations(loaded: LoadedConfig) -> None:
         accepted = f"at most balancer.load_ratio_high, which is {balancer.load_ratio_high:g},"
         raise loaded.fault("balancer.load_ratio_safe", balancer.load_ratio_safe, accepted)
     ids = [server.id for server in config.cluster.servers]
-    if config.agent.server and ids and config.agent.server not in ids:
-        accepted = f"the id of a server of the cluster ({', '.join(ids)}), or a table [[cluster.servers]] with this id,"
-        raise loaded.fault("agent.server", config.agent.server, accepted)
     for rule in config.cluster.compatibility:
         if ids and rule.server not in ids:
             accepted = f"the id of a server of the cluster ({', '.join(ids)})"

@@ -125,7 +125,9 @@ class ReportSettings:
 class AgentSettings(ReportSettings, HttpSettings):
     """Settings of an agent."""
 
-    server: str = setting("", "id of the server that this agent sits beside")
+    server: str = setting(
+        "", "id of the server that this agent sits beside: one of the configuration, or of the stored plan"
+    )
     standby: str = setting(
         "", "instead of server: URL of a standby server (fleet.pool), which has an id while the plan lists it"
     )

@@ -53,8 +53,8 @@ def test_a_server_that_refuses_the_plan(reply: str, cure: str) -> None:
     assert problem.severity is Severity.ERROR
     assert reply in problem.reason and cure in problem.reason
     assert since <= problem.since <= since + 1
-    stalled = kinds(balancer)["transition_stalled", "news"]
-    assert (stalled.since, f"{other} to store the plan" in stalled.reason) == (since, True)
+    assert "no channel moves to it or from it" in problem.reason
+    assert ("transition_stalled", "news") not in kinds(balancer), "the move was undone"
     assert logged(balancer, "plan_refused") == []
     cluster.servers[other].refuse = None
     cluster.run(6)

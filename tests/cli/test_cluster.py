@@ -13,7 +13,7 @@ import pytest
 from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, PLAN_KEY
 from dynamoth.plan.plan import Phase, Plan, Server
 from dynamoth_cli.local.child import ChildEnded
-from dynamoth_cli.local.cluster import ClusterNotReady, LocalCluster
+from dynamoth_cli.local.cluster import ClusterNotReady, LocalCluster, latest_fault
 from dynamoth_cli.local.embedded import RedisServerFailed
 from dynamoth_cli.main import main
 from dynamoth_link.errors import ServerUnreachable
@@ -164,6 +164,39 @@ def test_each_part_can_be_stopped_killed_and_started_again(cluster: LocalCluster
     cluster.restart_redis("s1")
     assert cluster.redis["s1"].port == port
     cluster.wait_ready()
+
+
+def test_a_start_that_takes_too_long_names_what_it_waits_for_and_the_latest_errors() -> None:
+    cluster = LocalCluster(2, redis_options={"maxmemory": "1"})
+    try:
+        cluster.start()
+        until(lambda: "maxmemory" in latest_fault(cluster.balancer.lines), "the balancer has logged what is wrong")
+        with pytest.raises(ClusterNotReady) as raised:
+            cluster.wait_ready(timeout_s=0.1)
+    finally:
+        cluster.stop()
+    missing, *logs = str(raised.value).splitlines()
+    assert "server s1 does not store the plan; server s2 does not store the plan" in missing
+    assert "the balancer is contending, not leading" in missing
+    assert [line.split(":")[0] for line in logs] == ["  agent s1", "  agent s2", "  balancer"]
+    assert "maxmemory" in logs[-1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ([], "it has logged nothing yet"),
+        (["Traceback"], "Traceback"),
+        (['{"level": "error", "message": "cut'], '{"level": "error", "message": "cut'),
+        (['{"level": "info", "message": "m", "cause": null}'], "m"),
+        (
+            ['{"level": "error", "message": "m", "server": "s2", "cause": "c"}', '{"level": "info", "message": "n"}'],
+            "m: s2: c",
+        ),
+    ],
+)
+def test_the_latest_error_of_a_log_is_the_one_that_is_shown(lines: list[str], fault: str) -> None:
+    assert latest_fault(lines) == fault
 
 
 def test_settings_that_are_refused_end_the_start_with_the_reason() -> None:

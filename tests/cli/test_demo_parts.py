@@ -523,6 +523,7 @@ async def test_a_gap_event_does_not_end_the_wait_for_what_is_under_way() -> None
             auditors.take(0, b"a", update.payload(time.monotonic_ns(), 100), time.monotonic())
 
         auditors.gap(0, GapInfo(channel=b"a", publisher=None, count=None, reason="a server failed"))
+        assert auditors.stories == ["subscriber 0: gap on a: a server failed"]
         take(2)
         auditors.expect([(7, "a", 3)], [])
         asyncio.get_running_loop().call_later(3 * ARRIVAL_POLL_S, take, 3)

@@ -25,6 +25,7 @@ from dynamoth_cli.commands.status import (
     MOVES_SHOWN_MAX,
     REPLICATED_SHOWN_MAX,
     describe_balancer,
+    describe_leader,
     describe_recorders,
     merged,
     show,
@@ -154,6 +155,22 @@ def test_status_shows_replicated_channels() -> None:
     lines = describe_balancer(7, _balancer(replicated=250, replicated_channels=many))
     assert len(lines) == 1 + REPLICATED_SHOWN_MAX + 1
     assert lines[-1] == f"replicated: {250 - REPLICATED_SHOWN_MAX} more, see 'dynamoth plan show'"
+
+
+def test_status_shows_who_leads_since_when_and_whether_there_is_a_standby() -> None:
+    leader = _balancer(incarnation=7, process="process 12 on h", leading_s=300.0)
+    assert (
+        describe_leader(leader, 2) == "led by process 12 on h (incarnation 7) for 5 min; 1 standby balancer connected"
+    )
+    assert describe_leader(leader, 1).endswith(
+        "no standby: start a second 'dynamoth balancer', which takes over when this one dies"
+    )
+    assert (
+        describe_leader(_balancer(incarnation=7), 3)
+        == "led by a balancer (incarnation 7); 2 standby balancers connected"
+    )
+    waiting = _balancer(stage="contending", incarnation=8)
+    assert describe_leader(waiting, 1) == "no balancer that leads has answered; 1 balancer connected"
 
 
 def test_status_shows_which_servers_are_being_drained_and_what_is_left_there() -> None:

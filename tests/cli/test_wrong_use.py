@@ -33,7 +33,6 @@ def refusal(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         (("balancr",), "'balancr' is no command: did you mean balancer?"),
         (("agent", "--check"), "cluster.servers: no server is named: give --servers"),
         (AGENT[:-2], "agent.server: which server is this the agent of? Give --server, one of s1"),
-        ((*AGENT, "--server", "s2"), "(s1), or a table [[cluster.servers]] with this id, expected, not 's2'"),
         ((*AGENT, "--servers", "s1=redis://a:x"), "cluster.servers[0].url: 'redis://a:x'"),
         ((*AGENT, "--config", "/nowhere.toml"), "/nowhere.toml cannot be read: No such file or directory"),
         ((*AGENT, "--http-prot", "1"), "unrecognized arguments: --http-prot"),

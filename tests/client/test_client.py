@@ -18,6 +18,9 @@ from tests.client.stored_cluster import StoredCluster, confirmed, next_of, on_bo
 
 pytestmark = on_both_loops
 
+CONNECT_TIMEOUT_S = 4.0
+"""Far above what connecting takes, also on a machine that is busy."""
+
 
 async def test_connections_are_made_when_they_are_needed_and_no_more(
     cluster: StoredCluster, monkeypatch: pytest.MonkeyPatch
@@ -60,6 +63,28 @@ async def test_a_new_client_of_a_pool_needs_the_named_server_no_more(cluster: St
     async with Redis(connection_pool=pool) as client, client.pubsub() as pubsub:
         await confirmed(pubsub, cluster.channel_at("s2"))
         assert await client.publish(cluster.channel_at("s2"), "x") == 1
+    await pool.aclose()
+
+
+async def test_the_named_server_of_a_pool_that_hangs_costs_only_the_first_client_time(cluster: StoredCluster) -> None:
+    pool = cast("Any", redis.asyncio.ConnectionPool).from_url(
+        f"redis://{cluster.hosts[0]}", socket_connect_timeout=CONNECT_TIMEOUT_S
+    )
+    clock = asyncio.get_running_loop().time
+
+    async def publish() -> float:
+        began_at = clock()
+        async with Redis(connection_pool=pool) as client:
+            await client.publish(cluster.channel_at("s2"), "x")
+        return clock() - began_at
+
+    await publish()
+    cluster.servers["s1"].pause()
+    assert await publish() >= CONNECT_TIMEOUT_S, "until it is known that the named server does not answer"
+    assert [took_s for _ in range(3) if (took_s := await publish()) >= CONNECT_TIMEOUT_S] == []
+    cluster.servers["s1"].resume()
+    await publish()
+    assert await publish() < CONNECT_TIMEOUT_S
     await pool.aclose()
 
 

@@ -210,10 +210,6 @@ def test_every_setting_says_what_it_means() -> None:
             r"servers: all have draining = true \(from x.toml line 2, .*\), .* set it to false for at least one",
         ),
         (SERVERS.replace("url", "uri"), r"key cluster.servers\[0\].uri .* is not known: did you mean url\?"),
-        (
-            SERVERS + "[agent]\nserver = 's3'\n",
-            r"agent.server: the id of a server .*\(s1, s2\), or .* expected, not 's3'",
-        ),
         ("[agent\n", "x.toml is not TOML: .*line 1"),
         (f"x = {'[' * 3000}", "x.toml is not a configuration: values are nested too deeply"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.names import AGENT_CHANNEL
-from dynamoth.plan.plan import Phase
+from dynamoth.plan.plan import Phase, single
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, from_url
 from tests.whole.harness import (
@@ -176,6 +176,27 @@ def test_a_move_is_undone_when_an_agent_that_it_needs_fails(hangs: bool) -> None
             agent.start()
         cluster.wait_ready()
         until(lambda: not cluster.ask_balancer("status")["problems"], "the agent is well again")
+        move(cluster, channel, "s2")
+        traffic.flows()
+        assert traffic.finish().lost == 0
+
+
+def test_a_move_is_undone_when_a_server_that_it_needs_refuses_to_store_it() -> None:
+    [channel] = channels_at("s1", 1, servers=3)
+    with LocalCluster(3) as cluster, Traffic(cluster, [channel]) as traffic:
+        cluster.ask("s2", (b"CONFIG", b"SET", b"maxmemory", b"1"))
+        begin_move(cluster, channel, "s2", request=1)
+        for server in ("s1", "s3"):
+            until(lambda s=server: stored_entry(cluster, s, channel), f"{server} stores the move")  # type: ignore[misc]
+        until(lambda: not cluster.ask_balancer("status")["in_transition"], "the move is undone")
+        entry = stored_entry(cluster, "s1", channel)
+        assert entry is not None and entry.route.assignment == single("s1")
+        with pytest.raises(RequestRefused, match="server s2 does not keep the plan: OOM"):
+            move(cluster, channel, "s2")
+        problems = {(each["kind"], each["subject"]) for each in cluster.ask_balancer("status")["problems"]}
+        assert ("plan_refused", "s2") in problems
+        cluster.ask("s2", (b"CONFIG", b"SET", b"maxmemory", b"0"))
+        until(lambda: not cluster.ask_balancer("status")["problems"], "the server stores the plan again")
         move(cluster, channel, "s2")
         traffic.flows()
         assert traffic.finish().lost == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from dynamoth.errors import DynamothError
 from dynamoth.machine.events import ErrorReply
 from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY, PLAN_KEY_NEW, TERM_KEY
 from dynamoth.protocol.fence import claim, evaluate, fenced
-from dynamoth_cli.local.child import Child
+from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_sim.world.redis_keys import KeySpace, Snapshot
 from tests.whole.harness import Traffic, channels_at, logged, move, stored_entry, until
@@ -42,11 +43,14 @@ def test_a_second_balancer_leads_within_5_s(number: int) -> None:
         standby.start()
         try:
             until(lambda: logged(standby, "waiting for the lease"), "the second balancer stands by")
+            assert f"led by process {first.pid} on " in _status(cluster) and "1 standby balancer" in _status(cluster)
             _fail(first, number)
             failed_at = time.monotonic()
             until(lambda: logged(standby, "leading"), "the standby leads")
             took_s = time.monotonic() - failed_at
             assert took_s < TAKEOVER_S_MAX, f"{took_s:.1f} s"
+            assert f"led by process {standby.pid} on " in _status(cluster)
+            assert ("no standby" in _status(cluster)) == (number == signal.SIGKILL), "one that hangs is connected"
             move(cluster, channel, "s2")
             if number == signal.SIGSTOP:
                 os.kill(first.pid, signal.SIGCONT)
@@ -104,6 +108,11 @@ def test_an_operator_has_a_balancer_take_over_when_most_servers_are_lost() -> No
         traffic.calm()
         traffic.flows()
         assert traffic.finish().lost == 0
+
+
+def _status(cluster: LocalCluster) -> str:
+    command = dynamoth_command("status", "--config", str(cluster.config_file))
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
 
 
 def _why_not_leading(cluster: LocalCluster) -> str:

@@ -206,7 +206,7 @@ def _of_pins(installer: Installer) -> Iterator[Found]:
 def _of_copy(server: str, installer: Installer) -> Iterator[Found]:
     copy = installer.copy(server)
     if copy.problem:
-        text = f"it does not keep the plan: {with_cure(copy.problem)}"
+        text = f"it does not keep the plan: {with_cure(copy.problem)}; until then no channel moves to it or from it"
         yield Found(Severity.ERROR, "plan_refused", server, text)
 
 

@@ -31,6 +31,8 @@ class Overview:
     """Reads the parts of a balancer, and changes nothing."""
 
     incarnation: int
+    #: Which process this is, for people.
+    process: str
     leadership: Leadership
     servers: Servers
     lease: Lease
@@ -120,10 +122,12 @@ class Overview:
         What an earlier term knew of copies and transitions is left out: another balancer may have changed both since,
         and the list of servers, too.
         """
-        plan = self.leadership.plan
+        plan, stage = self.leadership.plan, self.leadership.stage
         return {
-            "stage": self.leadership.stage.value,
+            "stage": stage.value,
+            "leading_s": now - self.leadership.since if stage is Stage.LEADING else None,
             "incarnation": self.incarnation,
+            "process": self.process,
             "version": -1 if plan is None else plan.version,
             "paused": self.paused,
             **describe_pins({} if plan is None else plan.administration.pins),

@@ -7,7 +7,7 @@ state of a transition is in the plan, so whatever happens to the balancer, its s
 
     PREPARED -> ACTIVE    when every old and new server has stored the transition, and the *present* process of its
                           agent has acknowledged it
-    PREPARED -> SETTLED   where it was, when one of these agents has failed
+    PREPARED -> SETTLED   where it was, when one of these agents has failed, or one of these servers refuses the plan
     ACTIVE -> SETTLED     when the agent of every old server has said that nobody listens at the old location there,
                           and every old and new server has stored that the transition is ACTIVE
 
@@ -173,6 +173,11 @@ class Installer:
     def copy(self, server: str) -> PlanCopy:
         """Return the state of the copy at a server of the plan."""
         return self._copies[server]
+
+    @property
+    def refusing(self) -> frozenset[str]:
+        """The servers that refuse to store the plan, as their disk or memory is full, for instance."""
+        return frozenset(server for server, copy in self._copies.items() if copy.problem)
 
     @property
     def fenced_at(self) -> str:

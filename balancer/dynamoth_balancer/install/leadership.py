@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from dynamoth.errors import RequestRefused
@@ -27,6 +28,8 @@ class Leadership:
     """The stage, the term, and what reads or installs plans in it."""
 
     stage: Stage = Stage.CONTENDING
+    #: When it began to lead in the present or latest term; minus infinity before the first.
+    since: float = -math.inf
     #: How often this process got the lease; 0 before the first time.
     term: int = 0
     #: Not None exactly while RECOVERING, or SUSPENDED while it was.

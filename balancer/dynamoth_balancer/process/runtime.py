@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
@@ -99,7 +101,8 @@ class _BalancerProcess(DaemonProcess[BalancerNews | ProvisionerRequest]):
         self._config = config
         incarnation, provisioner = secrets.randbits(INCARNATION_BITS), config.provisioner
         fleet = None if provisioner is None else config.fleet
-        self._machine = BalancerMachine(config.servers, incarnation, config.options, fleet)
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        self._machine = BalancerMachine(config.servers, incarnation, config.options, fleet, process)
         super().__init__("balancer", self._machine, config, config.link, stop)
         self._provisioning = (
             None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from dataclasses import replace
 
-from dynamoth.errors import ConfigError
+from dynamoth.errors import ClusterUnavailable, ConfigError
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import AgentSettings
 from dynamoth_agent.process import standby
 from dynamoth_agent.process.runtime import AgentConfig
 from dynamoth_agent.process.runtime import run as run_agent
+from dynamoth_cli.admin import read_header
 from dynamoth_cli.settings import add_settings, cluster_servers, link_options, run_daemon
-from dynamoth_link.urls import InvalidUrl, parse_server_url
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import ClusterAddress, InvalidUrl, parse_server_url
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,17 +57,41 @@ def standby_config(loaded: LoadedConfig) -> AgentConfig:
 
 
 def agent_config(loaded: LoadedConfig) -> AgentConfig:
-    """Return the configuration of an agent. Raises ConfigError."""
-    agent = loaded.config.agent
-    servers = {server.id: server for server in cluster_servers(loaded)}
+    """Return the configuration of an agent.
+
+    A server that was added to the plan need not be in the file: its URL is read from the plan then.
+
+    Raises:
+        ConfigError: something cannot be used, or neither the file nor the plan has the server.
+        ClusterUnavailable: the plan has to be read, and cannot be.
+
+    """
+    agent, cluster = loaded.config.agent, loaded.config.cluster
+    ids = ", ".join(server.id for server in cluster_servers(loaded))
     if not agent.server:
-        raise ConfigError(
-            f"agent.server: which server is this the agent of? Give --server, one of {', '.join(servers)}"
-        )
-    own = next(server for server in loaded.config.cluster.servers if server.id == agent.server)
-    return AgentConfig(
-        **values_of(AgentSettings, agent),
-        url=own.url,
-        outgoing_bytes_per_s_max=own.outgoing_bytes_per_s_max,
-        link=link_options(loaded),  # the agent gives its connection a name itself
-    )
+        raise ConfigError(f"agent.server: which server is this the agent of? Give --server, one of {ids}")
+    link = link_options(loaded)  # the agent gives its connection a name itself
+    own = next((server for server in cluster.servers if server.id == agent.server), None)
+    if own is not None:
+        url, limit = own.url, own.outgoing_bytes_per_s_max
+    else:
+        url, limit = _url_in_plan(loaded, ids, link), cluster.outgoing_bytes_per_s_max
+    return AgentConfig(**values_of(AgentSettings, agent), url=url, outgoing_bytes_per_s_max=limit, link=link)
+
+
+def _url_in_plan(loaded: LoadedConfig, ids: str, link: LinkOptions) -> str:
+    """Return the URL that the plan has for our server, which the file does not have."""
+    id_ = loaded.config.agent.server
+    servers = tuple(parse_server_url(server.url) for server in cluster_servers(loaded))
+    try:
+        plan = asyncio.run(read_header(ClusterAddress(servers), link))
+    except ClusterUnavailable as error:
+        raise ClusterUnavailable(
+            f"agent.server: {id_!r} is none of the servers of the configuration ({ids}), and whether the plan has it is"
+            f" not known: {error}"
+        ) from error
+    if id_ not in plan.servers:
+        known = ", ".join(plan.servers)
+        accepted = f"the id of a server of the configuration ({ids}), or of the plan ({known}),"
+        raise loaded.fault("agent.server", id_, accepted)
+    return plan.servers[id_].url

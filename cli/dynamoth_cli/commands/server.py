@@ -111,7 +111,8 @@ def describe_change(result: Mapping[str, Any]) -> str:
     if result["note"]:
         return f"{server}: {result['note']}"
     return {
-        "add": f"{server} is in the plan: it gets slots when its agent reports ('dynamoth agent --server {server}')",
+        "add": f"{server} is in the plan: it gets slots when its agent reports. Start 'dynamoth agent --server"
+        f" {server}' with the configuration of the other agents, which need not name it yet",
         "drain": f"{server} is being drained: 'dynamoth server list' shows what is left there",
         "undrain": f"{server} is not drained any more: it takes channels again, by load",
         "remove": f"{server} is not in the plan any more: stop it and its agent, and take it out of the configuration",

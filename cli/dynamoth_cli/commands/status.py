@@ -13,14 +13,14 @@ from rich.markup import escape
 
 from dynamoth.errors import ClusterUnavailable, MalformedMessage, RequestRefused
 from dynamoth.machine.events import ErrorReply
-from dynamoth.names import AGENT_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, OPERATOR_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.admin.health import Severity, no_agent, several_agents
 from dynamoth_cli.admin import ANSWER_TIMEOUT_S, ask_all, ask_balancer, read_header
 from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.commands import compatibility
 from dynamoth_cli.decisions import describe_decision, to_json
-from dynamoth_cli.numbers import channel_name, counted
+from dynamoth_cli.numbers import channel_name, counted, duration
 from dynamoth_link.errors import LinkError
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.urls import ClusterAddress, ServerAddress, parse_server_url
@@ -52,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def read_status(access: Access) -> dict[str, Any]:
-    """Return the state of the cluster: ``version``, ``servers``, ``balancer`` (what it says, or None), ``problems``.
+    """Return the state of the cluster.
+
+    It has ``version``, ``servers``, ``balancer`` (what the one that leads says, or one that waits; None for no answer),
+    ``balancers`` (how many are connected, those that wait and those that hang included), and ``problems``.
 
     A problem has ``severity``, ``kind``, ``subject``, ``reason`` and ``age_s``; the latter is None for those that this
     process has found by asking the servers itself.
@@ -69,7 +72,13 @@ async def read_status(access: Access) -> dict[str, Any]:
     for id_, server in servers.items():
         server["load"] = balancer["servers"].get(id_, {}) if balancer else {}
     known: list[Mapping[str, Any]] = balancer.get("problems", []) if balancer else []
-    return {"version": plan.version, "servers": servers, "balancer": balancer, "problems": merged(known, problems)}
+    return {
+        "version": plan.version,
+        "servers": servers,
+        "balancer": balancer,
+        "balancers": max((server.pop("balancers") or 0 for server in servers.values()), default=0),
+        "problems": merged(known, problems),
+    }
 
 
 async def _balancer(
@@ -99,7 +108,7 @@ async def _servers(
     addresses: Mapping[str, ServerAddress], link: LinkOptions, problems: list[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Ask the servers themselves; add what is wrong to ``problems``."""
-    channels = AGENT_CHANNEL, RECORDER_FAILING_CHANNEL, RECORD_CHANNEL
+    channels = AGENT_CHANNEL, RECORDER_FAILING_CHANNEL, RECORD_CHANNEL, OPERATOR_CHANNEL
     commands = (b"PUBSUB", b"NUMSUB", *channels), READ_HEADER
     answers = await ask_all([*addresses.values()], *commands, link=link)
     return {
@@ -111,7 +120,8 @@ async def _servers(
 def _server(
     id_: str, address: ServerAddress, answer: list[Any] | LinkError, problems: list[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"url": address.redacted(), "agents": None, "recorders": None, "stored_version": None}
+    found: dict[str, Any] = {"url": address.redacted()}
+    found |= dict.fromkeys(("agents", "recorders", "balancers", "stored_version"))
     if isinstance(answer, LinkError):
         problems.append(_problem("server_unreachable", id_, str(answer)))
         return found
@@ -125,8 +135,8 @@ def _server(
         header = parse_header(stored, None)
     except MalformedMessage as error:
         damage = f"its stored plan cannot be used: {error}"
-    _, agents, _, failing, _, recorders = listening
-    found["agents"], found["recorders"] = agents, recorders
+    _, agents, _, failing, _, recorders, _, balancers = listening
+    found["agents"], found["recorders"], found["balancers"] = agents, recorders, balancers
     if failing and not any(problem["kind"] == "recorder_failing" for problem in problems):
         problems.append(_problem("recorder_failing", "recorder", RECORDER_FAILING))
     found["stored_version"] = None if header is None else header.version
@@ -153,7 +163,8 @@ def show(status: Mapping[str, Any], console: Console) -> None:
     """Print a status for people."""
     lines = table_of(status["servers"], console.width)
     if (balancer := status["balancer"]) is not None:
-        lines += describe_balancer(status["version"], balancer)
+        first, *others = describe_balancer(status["version"], balancer)
+        lines += [first, describe_leader(balancer, status["balancers"]), *others]
     lines += describe_recorders(status["servers"])
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -206,6 +217,26 @@ def _tightest(load: Mapping[str, Any]) -> str:
     """Return the resource of which a server uses most, and how much."""
     name = load.get("tightest_resource")
     return "-" if name is None else f"{name} {load['resource_ratios'][name]:.2f}"
+
+
+def describe_leader(balancer: Mapping[str, Any], balancers: int) -> str:
+    """Return which balancer leads, since when, and whether another one can replace it.
+
+    Args:
+        balancer: what the balancer says that has answered; an old version does not say which process it is.
+        balancers: how many are connected.
+
+    """
+    if balancer["stage"] != "leading":
+        return f"no balancer that leads has answered; {counted(balancers, 'balancer')} connected"
+    process, leading_s = balancer.get("process"), balancer.get("leading_s")
+    since = "" if leading_s is None else f" for {duration(leading_s)}"
+    standbys = (
+        f"{counted(balancers - 1, 'standby balancer')} connected"
+        if balancers > 1
+        else "no standby: start a second 'dynamoth balancer', which takes over when this one dies"
+    )
+    return f"led by {process or 'a balancer'} (incarnation {balancer['incarnation']}){since}; {standbys}"
 
 
 def describe_balancer(version: int, balancer: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ the one that started them. Each can be stopped, killed and started again on its 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import tempfile
@@ -226,8 +227,7 @@ class LocalCluster:
             if self.recorder is not None and self.recorder.ended_by_itself:
                 raise self.recorder.failure()
             if time.monotonic() > deadline:
-                tails = "".join(f"\n  {child.name}: {child.lines[-1]}" for child in self._daemons() if child.lines)
-                raise ClusterNotReady(f"not ready after {timeout_s:g} s: {missing}{tails}")
+                raise ClusterNotReady(f"not ready after {timeout_s:g} s: {self._why_not_ready(missing)}")
             time.sleep(POLL_INTERVAL_S)
 
     def check(self) -> None:
@@ -303,11 +303,15 @@ class LocalCluster:
         address = ServerAddress(HOST, self.redis[server].port, password=self.password)
         return _run(query(address, *commands, timeout_s=ANSWER_TIMEOUT_S))
 
-    def ask_balancer(self, command: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
+    def ask_balancer(
+        self,
+        command: str,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Mapping[str, Any]:
         """Send a request to the balancer; return its result. Raises as ``admin.ask_balancer``."""
-        return _run(
-            ask_balancer(parse_cluster_url(self.url_of("operator")), command, arguments, timeout_s=REQUEST_TIMEOUT_S)
-        )
+        return _run(ask_balancer(parse_cluster_url(self.url_of("operator")), command, arguments, timeout_s=timeout_s))
 
     def another_balancer(self, name: str, *arguments: str) -> Child:
         """Return a further balancer, for the caller to start and to stop."""
@@ -380,15 +384,21 @@ class LocalCluster:
             "fleet.servers_max": self._servers_max,
         }
 
+    def _why_not_ready(self, missing: str) -> str:
+        """Return everything that is missing, and what each daemon has logged about it."""
+        every = list(self._missing()) or [missing]
+        logs = [f"{child.name}: {latest_fault(child.lines)}" for child in self._daemons()]
+        return "; ".join(every) + "".join(f"\n  {log}" for log in logs)
+
     def _missing(self) -> Iterator[str]:
-        """Return what is not there yet, in words."""
+        """Yield what is not there yet, in words."""
         channels = AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL
         questions = (b"PUBSUB", b"NUMSUB", *channels), READ_HEADER, (b"INFO", b"server")
         for id_ in self.redis:
             try:
                 (_, agents, _, balancers, _, recorders), header, info = self.ask(id_, *questions)
             except LinkError as error:
-                yield str(error)
+                yield f"server {id_} does not answer: {error}"
                 continue
             if agents != 1:
                 yield f"{agents} agents observe server {id_}, not 1"
@@ -400,12 +410,26 @@ class LocalCluster:
             if stored is None or not stored.believed:
                 yield f"server {id_} does not store the plan"
         try:
-            stage = self.ask_balancer("status")["stage"]
+            stage = self.ask_balancer("status", timeout_s=ANSWER_TIMEOUT_S)["stage"]
         except (ClusterUnavailable, RequestRefused) as error:
             yield str(error)
             return
         if stage != "leading":
             yield f"the balancer is {stage}, not leading"
+
+
+def latest_fault(lines: Sequence[str]) -> str:
+    """Return the latest error in the log of a daemon, in words; without one, its last line."""
+    found = lines[-1] if lines else "it has logged nothing yet"
+    for line in lines:
+        if '"level": "error"' in line:
+            found = line
+    try:
+        entry = json.loads(found)
+        where = entry.get("subject") or entry.get("server")
+        return ": ".join(str(part) for part in (entry["message"], where, entry["cause"]) if part)
+    except (ValueError, KeyError, AttributeError):  # no entry of a log, or one that was cut off
+        return found
 
 
 def environment_without_settings() -> dict[str, str]:

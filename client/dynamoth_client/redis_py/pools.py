@@ -100,6 +100,8 @@ class PoolState:
     trusted_hosts: tuple[str, ...] = ()
     #: The latest plan that a client has read at its start, without entries: where to ask when no seed can be reached.
     plan: Plan | None = None
+    #: Whether no seed answered when a client last read the plan: then the next one asks other servers, too, at once.
+    seeds_are_silent: bool = False
 
 
 _states: weakref.WeakKeyDictionary[Pool, PoolState] = weakref.WeakKeyDictionary()

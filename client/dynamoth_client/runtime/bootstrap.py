@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ async def read_plan(settings: Settings, since: float) -> Plan:
     """Return the newest plan, without entries, that the seeds store; or the one that stands for a server alone.
 
     A seed that is down does not matter as long as another one stores a plan. If all are down, other servers are asked,
-    which an earlier client of the same pool has read in the plan. A single seed that stores none is a server alone if
+    which an earlier client of the same pool has read in the plan. The next client of that pool asks them at once, so
+    that seeds that hang cost it no time. A single seed that stores none is a server alone if
     no agent and no balancer is at work there, and it has been up for ``FRESH_S``. Where one is at work, this waits for
     the plan, for ``RESTORED_S_MAX``. ``since`` is when the first attempt began, on the clock of the event loop: all
     attempts together wait no longer.
@@ -68,15 +69,18 @@ async def read_plan(settings: Settings, since: float) -> Plan:
         redis.exceptions.ConnectionError: no seed gave a plan. The text has the reason of each.
 
     """
-    clock = asyncio.get_running_loop().time
+    clock, pool = asyncio.get_running_loop().time, settings.pool
     while True:
-        answers = await _ask_all(settings, settings.seeds)
-        if all(isinstance(answer, RedisError) for answer in answers):
-            answers = [*answers, *await _ask_all(settings, _others(settings))]
+        others = _others(settings) if pool.seeds_are_silent else ()
+        given = await _ask_all(settings, [*settings.seeds, *others])
+        pool.seeds_are_silent = all(isinstance(given.get(seed), RedisError | None) for seed in settings.seeds)
+        if not others and pool.seeds_are_silent:
+            given = {**given, **await _ask_all(settings, _others(settings))}
+        answers = list(given.values())
         headers = [answer for answer in answers if isinstance(answer, StoredHeader)]
         if headers:
             plan = max(headers, key=lambda header: (header.believed, header.version)).plan
-            settings.pool.plan = plan
+            pool.plan = plan
             return plan
         looks = [answer.look for answer in answers if isinstance(answer, _NoPlan)]
         watched_s = clock() - since
@@ -102,8 +106,8 @@ def _others(settings: Settings) -> Sequence[ServerAddress]:
     return random.sample(others, min(len(others), OTHERS_MAX))
 
 
-async def _ask_all(settings: Settings, servers: Sequence[ServerAddress]) -> Sequence[_Answer]:
-    """Ask all servers at once; return the answers, without those that come long after a plan."""
+async def _ask_all(settings: Settings, servers: Sequence[ServerAddress]) -> Mapping[ServerAddress, _Answer]:
+    """Ask all servers at once; return their answers, without those that come long after a plan."""
     tasks = [asyncio.create_task(_ask(server, settings), name=f"ask {server.redacted()}") for server in servers]
     pending = set(tasks)
     try:
@@ -116,7 +120,7 @@ async def _ask_all(settings: Settings, servers: Sequence[ServerAddress]) -> Sequ
             task.cancel()
         if pending:
             await asyncio.wait(pending)
-    return [task.result() for task in tasks if task not in pending]
+    return {server: task.result() for server, task in zip(servers, tasks, strict=True) if task not in pending}
 
 
 async def _ask(seed: ServerAddress, settings: Settings) -> _Answer:

@@ -125,12 +125,17 @@ def moves_wait_for_agents() -> AbstractContextManager[None]:
     return replaced(repair, stuck=returning({}))
 
 
+def moves_wait_for_servers() -> AbstractContextManager[None]:
+    """A move that waits for a server that refuses the plan is never undone."""
+    return replaced(repair, unstored=returning({}))
+
+
 CHECKS: tuple[Check, ...] = (
     Check("90-stale-write", no_fence, "expected"),
     Check("91-balancer-dies", second_balancers_end, "expected"),
     Check("91-balancer-pauses", connected_balancers_count, "expected"),
     Check("128-renews-late", suspended_terms_end, "expected"),
-    Check("129-is-held-up", late_balancers_wait, "expected"),
+    Check("130-is-held-up", late_balancers_wait, "expected"),
     Check("92-clocks-jump", no_terms, "expected"),
     Check("93-server-dies", dead_servers_keep_channels, "expected"),
     Check("93-server-freezes", dead_servers_keep_channels, "expected"),
@@ -145,6 +150,8 @@ CHECKS: tuple[Check, ...] = (
     Check("97-agent-hangs", moves_wait_for_agents, "expected"),
     Check("97-agent-falls-behind", moves_wait_for_agents, "expected"),
     Check("97-agent-of-a-replica-dies", moves_wait_for_agents, "expected"),
+    Check("97-server-refuses-the-plan", moves_wait_for_servers, "expected"),
+    Check("97-old-server-refuses-the-plan", moves_wait_for_servers, "expected"),
     Check("97-hung-agent-is-replaced", hung_agents_keep_their_place, "expected"),
     Check("98-data-centres-part", minorities_lead, "expected"),
     Check("98-data-centres-part", dead_servers_keep_channels, "expected"),

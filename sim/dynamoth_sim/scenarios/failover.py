@@ -17,6 +17,7 @@ from dynamoth_sim.load.clients import PublisherApp, SubscriberApp
 from dynamoth_sim.load.flood import Flood
 from dynamoth_sim.scenarios.stage import HOLD_S_MAX, Scenario, Stage
 from dynamoth_sim.world.process import Process
+from dynamoth_sim.world.redis import out_of_memory
 
 TAKEOVER_S_MAX = 2.2
 """How long nobody leads: the lease of 0.9 s, four renewals of 0.3 s, and 0.1 s for the rest."""
@@ -131,7 +132,7 @@ def renews_late(stage: Stage) -> None:
 
 
 def is_held_up(stage: Stage) -> None:
-    """Case 129. The balancer is held up again and again for longer than its lease, by little. A standby waits.
+    """Case 130. The balancer is held up again and again for longer than its lease, by little. A standby waits.
 
     It takes the lease again before the standby may, and its term goes on: what it has begun settles.
     """
@@ -381,6 +382,47 @@ def agent_fails(
     stage.publish(publisher, channel)
 
 
+def refuses_the_plan(full: str, stage: Stage) -> None:
+    """Case 97. A server cannot store the plan while a channel moves from s1 to s2: its memory is full, or its disk.
+
+    The move is undone, and no other one begins there until the server takes writes again. The channel can go
+    elsewhere meanwhile, unless its own server is the one. Messages go on, and nothing is lost.
+    """
+    channel = stage.channel_with_subscriber("s1")
+    publisher = stage.publisher("P", channel)
+    stage.run(2.0)
+    model, other = stage.cluster.servers[full], "s1" if full == "s2" else "s2"
+    model.refuse = out_of_memory
+    stage.cluster.change(channel, single("s2"))
+    stage.wait("the change is stored", lambda: stage.entry(channel, other).phase is Phase.PREPARED)
+    stage.publish(publisher, channel)
+
+    def is_settled_at(server: str) -> bool:
+        entry = stage.entry(channel, other)
+        return entry.phase is Phase.SETTLED and entry.route.assignment == single(server)
+
+    stage.wait("the move is undone", lambda: is_settled_at("s1"))
+    refused = sum(stage.cluster.moves.refused.values())
+    stage.cluster.change(channel, single("s2"))
+    stage.wait("no other one begins", lambda: sum(stage.cluster.moves.refused.values()) > refused)
+    stage.expect("it is where it was", is_settled_at("s1"), channel)
+    balancer = stage.cluster.balancer.machine
+    assert isinstance(balancer, BalancerMachine)
+    problems = {(each.kind, each.subject) for each in balancer.health.errors}
+    stage.expect(f"the status names the server: {problems}", ("plan_refused", full) in problems)
+    if full == "s2":
+        stage.change_server("drain", full)
+        stage.cluster.change(channel, single("s3"))
+        stage.wait("it goes elsewhere", lambda: is_settled_at("s3"))
+        stage.change_server("undrain", full)
+    stage.publish(publisher, channel)
+    model.refuse = None
+    stage.wait("the server is well again", lambda: not balancer.health.errors)
+    stage.change(channel, single("s2"))
+    stage.publish(publisher, channel)
+    stage.expect_gaps(0, channel)
+
+
 def hung_agent_is_replaced(stage: Stage) -> None:
     """Case 97. The agent of s2 hangs, and a second one takes its place. The first ends when it goes on.
 
@@ -567,7 +609,7 @@ SCENARIOS: dict[str, Scenario] = {
     "91-balancer-dies": Scenario(partial(leader_fails, Process.crash)),
     "91-balancer-pauses": Scenario(partial(leader_fails, Process.pause)),
     "128-renews-late": Scenario(renews_late),
-    "129-is-held-up": Scenario(is_held_up),
+    "130-is-held-up": Scenario(is_held_up),
     "92-clocks-jump": Scenario(clocks_jump, opened=False),
     "93-server-dies": Scenario(partial(server_fails, "dies"), losses_allowed=True),
     "93-server-freezes": Scenario(partial(server_fails, "freezes"), losses_allowed=True),
@@ -581,6 +623,8 @@ SCENARIOS: dict[str, Scenario] = {
     "97-agent-hangs": Scenario(partial(agent_fails, _agent_hangs, single("s1"))),
     "97-agent-falls-behind": Scenario(partial(agent_fails, _agent_falls_behind, single("s1"), slow="s1")),
     "97-agent-of-a-replica-dies": Scenario(partial(agent_fails, _agent_dies, REPLICATED)),
+    "97-server-refuses-the-plan": Scenario(partial(refuses_the_plan, "s2")),
+    "97-old-server-refuses-the-plan": Scenario(partial(refuses_the_plan, "s1")),
     "97-hung-agent-is-replaced": Scenario(hung_agent_is_replaced),
     "98-data-centres-part": Scenario(data_centres_part, losses_allowed=True),
     "99-clocks-are-set-back": Scenario(clocks_are_set_back),
