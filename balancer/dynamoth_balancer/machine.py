@@ -634,7 +634,7 @@ class BalancerMachine:
         reason = "recovered from the servers" if book.plan.version else "a new cluster"
         actions.append(PlanChanged(book.plan, reason, tuple(installer.transitions)))
         for server, run_id in self._servers.run_ids.items():
-            actions += installer.link_up(server, run_id, now, found.get(server))
+            actions += installer.link_up(server, run_id, now, found.get(server), is_doubtful=server in found)
         return [*actions, *self._drain_as_configured(installer, now)]
 
     def _drain_as_configured(self, installer: Installer, now: float) -> list[InnerAction]:

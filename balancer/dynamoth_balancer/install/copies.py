@@ -128,8 +128,11 @@ class PlanCopy:
         self._retry_at = retry_at
 
     def trust_version(self, version: int) -> None:
-        """Set the version that recovery has just read over this connection, with the header at most."""
+        """Set the version that was just read over this connection."""
         self.version = version
+
+    def doubt(self) -> None:
+        """Have the agent read the copy again, once it has the present version."""
         self._is_doubtful = True
 
     @property

@@ -556,12 +556,19 @@ class Installer:
 
     # Links and time.
 
-    def link_up(self, server: str, run_id: str | None, now: float, found: int | None = None) -> list[InnerAction]:
-        """Continue at a server. ``found`` is the version that is stored there, if known."""
+    def link_up(
+        self, server: str, run_id: str | None, now: float, found: int | None = None, *, is_doubtful: bool = False
+    ) -> list[InnerAction]:
+        """Continue at a server. ``found`` is the version that is stored there, if known.
+
+        ``is_doubtful``: another balancer has written it, or somebody else, and the agent may have read it.
+        """
         copy = self._copies[server]
         copy.link_up(run_id)
         if found is not None:
             copy.trust_version(found)
+        if is_doubtful:
+            copy.doubt()
         return self._carry_out(copy, copy.sync(self.book, now), now)
 
     def link_down(self, server: str) -> None:
