@@ -221,3 +221,24 @@ def players_held(seconds: Sequence[Second], response_ms_max: float = PAPER_RESPO
         elif high_s > GRACE_S:
             break
     return most
+
+
+def queued(due: Sequence[Sequence[float]], players: Sequence[int], bytes_per_s_max: float) -> list[Second]:
+    """Return what clients would see of servers that are ideal queues.
+
+    Each sends ``bytes_per_s_max`` at most, and nothing is lost: a message waits for all that came before.
+
+    Args:
+        due: what falls due at each server, in bytes, second by second.
+        players: how many there are in each of these seconds.
+        bytes_per_s_max: of each server.
+
+    """
+    waiting = [0.0] * (len(due[0]) if due else 0)
+    seconds: list[Second] = []
+    for count, loads in zip(players, due, strict=True):
+        sent = [min(bytes_per_s_max, before + load) for before, load in zip(waiting, loads, strict=True)]
+        waiting = [before + load - out for before, load, out in zip(waiting, loads, sent, strict=True)]
+        waits_ms = (1000 * out * left / bytes_per_s_max for out, left in zip(sent, waiting, strict=True))
+        seconds.append(Second(count, round(sum(sent)), sum(waits_ms)))
+    return seconds

@@ -41,12 +41,22 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench.game import PAPER_RESPONSE_MS_MAX, WINDOW_S, AddWhenLoaded, Schedule, mean_response_ms, players_held
+from bench.game import (
+    PAPER_RESPONSE_MS_MAX,
+    WINDOW_S,
+    AddWhenLoaded,
+    FairHashing,
+    Schedule,
+    mean_response_ms,
+    players_held,
+    queued,
+)
 from bench.game_main import Shown, measure_and_show, parser_of, say
 from bench.game_run import GamePlan, Moment, read_parquet, run_game
 from bench.game_systems import USABLE_RATIO, Balanced, Hashed, Sharded, System
 from bench.replication_network import Network
 from bench.sharded_cluster import find_redis_7
+from dynamoth.plan.slots import SLOTS
 from dynamoth_sim.load.rgame import GameWorld
 
 DYNAMOTH, HASHING, REDIS_CLUSTER = "dynamoth", "hashing", "redis-cluster"
@@ -91,6 +101,21 @@ class Setting:
         seconds = range(len(due))
         full = (at_s for at_s in seconds if mean(due[max(0, at_s + 1 - WINDOW_S) : at_s + 1]) > most)
         return self.schedule.players(next(full, len(due)))
+
+    def held_by_queues(self, seed: int) -> tuple[int, int]:
+        """Return how many players ideal servers hold: with the load spread evenly, and by fair hashing."""
+        plan, ids = self.plan(seed), [f"s{number + 1}" for number in range(self.servers)]
+        hashing = FairHashing(GameWorld(**plan.world).channels(), SLOTS)
+        owners = {channel: server for id_ in ids for channel, server in hashing.add(id_).items()}
+        due = plan.bytes_due()
+        hashed = [
+            [sum(load for channel, load in second.items() if owners[channel] == id_) for id_ in ids] for second in due
+        ]
+        even = [[sum(second.values()) / self.servers] * self.servers for second in due]
+        players = [self.schedule.players(at_s) for at_s in range(len(due))]
+        most = self.bytes_per_s_max * USABLE_RATIO
+        evenly, by_hash = (players_held(queued(loads, players, most)) for loads in (even, hashed))
+        return evenly, by_hash
 
     def system(self, name: str, network: Network, plan: GamePlan) -> System:
         """Return a system that is not started."""
@@ -258,6 +283,17 @@ def table(results: Mapping[str, Any]) -> Iterator[str]:
             yield f"dynamoth against {other}: {without:.2f}x ({with_ or 0:.2f}x with the wide area{paper})"
 
 
+def possible(setting: Setting, seeds: Sequence[int]) -> Iterator[str]:
+    """Give the lines of a table: what the hashes of the channels' names leave to gain, by seed. Runs no server."""
+    row = "{:>8}{:>10}{:>10}{:>8}"
+    yield "players that ideal servers hold"
+    yield row.format("seed", "evenly", "hashing", "ratio")
+    held = [setting.held_by_queues(seed) for seed in seeds]
+    for seed, (evenly, by_hash) in zip(seeds, held, strict=True):
+        yield row.format(seed, evenly, by_hash, f"{evenly / by_hash:.2f}x")
+    yield row.format("median", "", "", f"{median(evenly / by_hash for evenly, by_hash in held):.2f}x")
+
+
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f} ms"
 
@@ -267,8 +303,14 @@ def main() -> int:
     parser = parser_of("scalability", __doc__)
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="some of the systems")
     parser.add_argument("--from", dest="raw", nargs="+", type=Path, metavar="FILE", help="show such raw data again")
+    parser.add_argument(
+        "--possible", type=int, metavar="N", help="run nothing: compute for seeds 1 to N what can be gained"
+    )
     arguments = parser.parse_args()
     setting = SMALL if arguments.small else FULL
+    if arguments.possible:
+        sys.stdout.writelines(f"{line}\n" for line in possible(setting, range(1, arguments.possible + 1)))
+        return 0
 
     def measured() -> Shown:
         if arguments.raw:

@@ -9,7 +9,16 @@ from statistics import mean
 
 import pytest
 
-from bench.game import AddWhenLoaded, FairHashing, Schedule, Second, WideArea, players_held
+from bench.game import (
+    AddWhenLoaded,
+    FairHashing,
+    Schedule,
+    Second,
+    WideArea,
+    mean_response_ms,
+    players_held,
+    queued,
+)
 from bench.game_players import Game, Sample, play
 from bench.replication_network import LimitedCluster, Network, NotPossible
 from bench.sharded_cluster import ShardedCluster, find_redis_7
@@ -128,3 +137,10 @@ def test_players_of_a_redis_cluster_hear_each_other(network: Network) -> None:
     with ShardedCluster(network, 3) as cluster:
         assert_heard(hear_each_other("sharded", cluster.url))
         cluster.check()
+
+
+def test_a_server_is_a_queue_whose_messages_wait_for_those_before() -> None:
+    first, second, third = queued([[150.0, 50.0], [50.0, 50.0], [100.0, 0.0]], [1, 2, 3], 100.0)
+    assert (first.players, first.responses, mean_response_ms([first])) == (1, 150, pytest.approx(100 * 500 / 150))
+    assert (second.responses, second.response_ms_sum) == (150, 0.0), "what waited was sent with what was due"
+    assert (third.players, third.responses, third.response_ms_sum) == (3, 100, 0.0)

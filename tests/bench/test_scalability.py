@@ -25,6 +25,7 @@ from bench.scalability import (
     SMALL,
     Run,
     as_json,
+    possible,
     ratio,
     runs_of,
     table,
@@ -164,3 +165,11 @@ def test_a_run_that_is_interrupted_leaves_nothing(network: Network) -> None:
         _, said = process.communicate(timeout=60)
     assert process.returncode == exit_status.INTERRUPTED, said
     assert left(process.pid) == []
+
+
+def test_what_can_be_gained_depends_on_the_hashes() -> None:
+    lines = [*possible(SMALL, (1, 2))]
+    (evenly, by_hash), (evenly_2, by_hash_2) = (SMALL.held_by_queues(seed) for seed in (1, 2))
+    assert evenly > by_hash and evenly_2 > by_hash_2
+    assert evenly / by_hash != evenly_2 / by_hash_2
+    assert lines[-3].split() == ["1", str(evenly), str(by_hash), f"{evenly / by_hash:.2f}x"]
