@@ -141,6 +141,7 @@ def test_players_of_a_redis_cluster_hear_each_other(network: Network) -> None:
 
 def test_a_server_is_a_queue_whose_messages_wait_for_those_before() -> None:
     first, second, third = queued([[150.0, 50.0], [50.0, 50.0], [100.0, 0.0]], [1, 2, 3], 100.0)
-    assert (first.players, first.responses, mean_response_ms([first])) == (1, 150, pytest.approx(100 * 500 / 150))
+    assert (first.players, first.responses) == (1, 150)
+    assert mean_response_ms([first]) == pytest.approx(100 * 500 / 150)
     assert (second.responses, second.response_ms_sum) == (150, 0.0), "what waited was sent with what was due"
     assert (third.players, third.responses, third.response_ms_sum) == (3, 100, 0.0)
