@@ -14,20 +14,20 @@ Before every action it checks that it still holds the lease. If not, it is SUSPE
 it goes on, unless another balancer has led in between (``install.resumption``). If one has, it is CONTENDING, and a
 later term begins with another recovery.
 
-The parts: ``install`` (the lease, the takeover, and the phases of changes), ``decide`` (the load model and the goals),
-``repair`` (what failures ask for), and ``admin`` (requests, status and problems). They know as little of each other as
-possible; this module connects them. ``install.servers`` and ``install.leadership`` have the state that many read.
+The parts: ``terms`` (how the stages follow each other), ``install`` (the lease, the takeover, the phases of changes),
+``decide`` (the load model and the goals), ``repair`` (what failures ask for), and ``admin`` (requests, status and
+problems). They know as little of each other as possible; this module connects them. ``install.servers`` and
+``install.leadership`` have the state that many read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, assert_never
 
-from dynamoth.errors import AlreadyRunning, ConfigError, MalformedMessage, RequestRefused
+from dynamoth.errors import ConfigError, MalformedMessage, RequestRefused
 from dynamoth.machine.events import (
     Connect,
     LinkDown,
@@ -72,7 +72,6 @@ from dynamoth_balancer.events import (
     PlanChanged,
     ProvisionerAnswered,
     Shutdown,
-    Stopped,
     TransitionsSettled,
 )
 from dynamoth_balancer.install import candidate, contention, copies, lease, leaver, listeners, resumption, takeover
@@ -86,13 +85,12 @@ from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.quorum import Quorum
-from dynamoth_balancer.install.recovery import Conflict
 from dynamoth_balancer.install.servers import Servers
-from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_balancer.provision.options import FleetOptions
 from dynamoth_balancer.provision.scaling import Scaling
 from dynamoth_balancer.repair import Repair
+from dynamoth_balancer.terms import Terms
 
 TICK_INTERVAL_S = 0.1
 """How often everything that waits is checked: a fifth of the shortest default timeout, and as often as copies of the
@@ -104,9 +102,6 @@ FOR_OTHERS = frozenset({candidate.TAG, leaver.TAG, copies.TAG, lease.TAG, conten
 """The tags of replies that count also from servers that are not in the plan, as they come or go."""
 
 NO_MOVES: Mapping[bytes, Move] = MappingProxyType({})
-
-SHUTDOWN_S_MAX = 1.0
-"""A server that does not answer in this time keeps the lease until it expires."""
 
 
 class BalancerMachine:
@@ -207,6 +202,23 @@ class BalancerMachine:
             scaling=self.scaling,
             counters=self.counters,
         )
+        self._terms = Terms(
+            incarnation=incarnation,
+            options=self.options,
+            leadership=self.leadership,
+            servers=self._servers,
+            lease=self._lease,
+            contention=self._contention,
+            quorum=self._quorum,
+            dead_servers=self._dead_servers,
+            agents=self._agents,
+            membership=self.membership,
+            counters=self.counters,
+            why_not_leading=self.overview.why_not_leading,
+            adopt=self._adopt,
+            begun=self._on_term_begun,
+            ended=self._on_term_ended,
+        )
         latest = self.leadership.latest_installer
         explainer = Explainer(self._decider, self._model, self.overview.server_status)
         self._admin = Admin(
@@ -224,7 +236,6 @@ class BalancerMachine:
             self.counters,
         )
         self._tick_at: float | None = None
-        self._shutdown_at: float | None = None
 
     @property
     def stage(self) -> Stage:
@@ -242,7 +253,7 @@ class BalancerMachine:
         """Handle one event; return the actions to execute, in order."""
         if self.stage is Stage.STOPPED:
             return []
-        actions = self._follow_lease(now)
+        actions = self._terms.follow(now)
         match event:
             case Pushed(link, messages):
                 self._dead_servers.hear(link)
@@ -264,7 +275,7 @@ class BalancerMachine:
                 if self.scaling is not None:
                     self.scaling.on_answer(event, self.leadership.at_work, now)
             case Shutdown():
-                actions += self._on_shutdown(now)
+                actions += self._terms.shut_down(now)
             case _:
                 assert_never(event)
         return self._absorb(actions, now)
@@ -420,16 +431,16 @@ class BalancerMachine:
             case candidate.TAG | leaver.TAG:
                 return self.membership.on_reply(server, tag, value, now)
             case lease.TAG:
-                return [*self._lease.on_reply(server, tag[1], value, now), *self._follow_lease(now)]
+                return [*self._lease.on_reply(server, tag[1], value, now), *self._terms.follow(now)]
             case takeover.TAG:
                 if self.leadership.takeover is None:
                     return []
-                return [*self.leadership.takeover.on_reply(server, tag, value), *self._recover(now)]
+                return [*self.leadership.takeover.on_reply(server, tag, value), *self._terms.recover(now)]
             case resumption.TAG:
                 if self.leadership.resumption is None:
                     return []
                 self.leadership.resumption.on_reply(server, tag, value, self._servers.run_id(server))
-                return self._follow_lease(now)
+                return self._terms.follow(now)
             case contention.TAG:
                 self._contention.on_header(server, value, self._servers.run_id(server))
                 return self._follow_listing(now)
@@ -437,7 +448,7 @@ class BalancerMachine:
                 installer = self.leadership.at_work
                 if installer is None:
                     return []
-                return [*self._on_copy_reply(installer, server, tag, value, now), *self._follow_lease(now)]
+                return [*self._on_copy_reply(installer, server, tag, value, now), *self._terms.follow(now)]
             case listeners.TAG:
                 self._listeners.on_reply(server, value, now)
                 return []
@@ -456,234 +467,17 @@ class BalancerMachine:
             actions += self._lease.look_again(server, now)
         return actions
 
-    # The lease and the stages.
+    # Terms.
 
-    def _follow_lease(self, now: float) -> list[InnerAction]:
-        """Enter the stage that the lease allows."""
-        if self.stage is Stage.STOPPED:
-            return []
-        if self._shutdown_at is not None:
-            return self._shut_down(now)
-        held = self._lease.is_held(now)
-        if held and self.stage is Stage.CONTENDING:
-            return self._begin_term(now)
-        if held and self.stage is Stage.SUSPENDED:
-            return self._resume(now)
-        if held and self.stage is Stage.LEADING:
-            return self._follow_fence(now)
-        if not held and not self.leadership.waits:
-            return self._suspend(now)
-        if not held and self.stage is Stage.SUSPENDED and self._contention.others_at_work:
-            return self._end_term(now, "another balancer is at work")
-        if not held:
-            self.leadership.resumption = None
-            return self._contend(now)
-        return []
-
-    def _suspend(self, now: float) -> list[InnerAction]:
-        """Change nothing, as the lease has expired before it was renewed."""
-        self.leadership.suspend()
-        self._contention.begin(now, has_led=True)
-        details = {**self._contention.details(), "reason": self.overview.why_not_leading()}
-        text = "lost the lease: no decisions and no changes until it is back"
-        return [*self.membership.end_term(), Note("error", text, details)]
-
-    def _resume(self, now: float) -> list[InnerAction]:
-        """Go on with the term, once it is known that no other balancer has begun one."""
-        looked = self.leadership.resumption
-        if looked is None:
-            return [*self.leadership.look().read(self._servers.run_ids)]
-        is_replaced = looked.is_replaced(self._quorum.voters(self._servers.listed))
-        if is_replaced is None:
-            return []
-        if is_replaced:
-            return self._end_term(now, "another balancer has led since it lost the lease")
-        self.leadership.resume()
-        actions: list[InnerAction] = [Note("info", "has the lease again, and goes on: no other balancer has led")]
-        if (installer := self.leadership.at_work) is not None:
-            self._agents.forget_acknowledgements()  # and replies were not taken meanwhile
-            for server, run_id in self._servers.run_ids.items():
-                found = looked.versions.get(server)
-                is_ours = found is not None and installer.book.knows(found)
-                actions += installer.link_up(server, run_id, now, found if is_ours else None)
-        return actions
-
-    def _follow_fence(self, now: float) -> list[InnerAction]:
-        """End a term in which a server has refused a write, or which has no versions left."""
-        installer = self.leadership.latest_installer()
-        if server := installer.fenced_at:
-            self.counters["writes_fenced"] += 1
-            reason = f"server {server} refuses its writes: another balancer has begun a newer term"
-        elif installer.is_used_up:
-            reason = "it has used all versions of this term: the next one follows when the lease is confirmed"
-        else:
-            return []
-        self._lease.doubt(now)
-        return [*self._end_term(now, reason, "warning"), *self._lease.tick(now)]
-
-    def _take_over(self, now: float) -> list[InnerAction]:
-        """Give up dead servers, if an operator has started this balancer for that, once it is known which are alive."""
-        servers, dead = self._servers.listed, self._dead_servers.dead
-        alive = servers.keys() & self._servers.run_ids.keys() - dead
-        if not self._quorum.may_give_up or self.stage is not Stage.CONTENDING or not alive:
-            return []
-        plan = self._contention.listing(self._servers.reachable, self.options.virtual_nodes, now)
-        if plan is None or plan.servers.keys() != servers.keys():
-            return []  # without a stored plan there is nothing to take over
-        if not self._quorum.decides(alive, servers) and alive | dead != servers.keys():
-            return []
-        try:
-            self._quorum.take_over(alive, servers)
-        except ConfigError as error:
-            return self._stop(error)
-        self._lease.vote(self._quorum.voters(servers))
-        text = "takes over, as an operator wants: only the servers that it can reach count"
-        return [Note("warning", text, {"given_up": sorted(self._quorum.given_up)}), *self._lease.tick(now)]
-
-    def _count_all_again(self, now: float) -> list[InnerAction]:
-        """Count the servers again that were given up, when the lease is held at more than half of all in the plan."""
-        if not self._quorum.given_up or not self._lease.would_hold(self._servers.listed, now):
-            return []
-        if self.leadership.at_work is not None and not self.leadership.at_work.may_change_servers:
-            return []
-        self._quorum.given_up = frozenset()
-        servers = list(self._servers.listed)
-        self._lease.vote(servers)
-        return [Note("info", "all servers of the plan count again", {"servers": servers})]
-
-    def _begin_term(self, now: float) -> list[InnerAction]:
-        if self._quorum.may_give_up:  # it has the lease of more than half of the servers, so there is no need to
-            refusal = self._quorum.refusal(len(self._servers.run_ids), len(self._servers.listed))
-            return [*self._lease.release(now), *self._stop(refusal)]
-        self.leadership.term += 1
-        self.leadership.stage = Stage.RECOVERING
-        servers = list(self._servers.listed.values())
-        self.leadership.takeover = Takeover(
-            servers,
-            self.leadership.term,
-            self.options.recovery_s,
-            self.options.virtual_nodes,
-            None if self.leadership.installer is None else self.leadership.installer.book,
-            self.options.compatibility,
-            self._quorum.voters(self._servers.listed),
-        )
-        details = {"incarnation": self.incarnation}
-        actions: list[InnerAction] = [Note("info", "got the lease; reading the stored plans", details)]
-        for server, run_id in self._servers.run_ids.items():
-            actions += self.leadership.takeover.link_up(server, run_id)
-        return actions
-
-    def _end_term(self, now: float, reason: str, level: str = "error") -> list[InnerAction]:
-        self.leadership.end(Stage.CONTENDING)
-        given_up = self.membership.end_term()
-        self._records.end_term()
-        self._decider.history.end_term()
-        self._contention.begin(now)
-        details = {**self._contention.details(), "reason": reason}
-        return [*given_up, *self._servers.look_out(), Note(level, "ends its term", details)]
-
-    def _contend(self, now: float) -> list[InnerAction]:
-        try:
-            return list(self._contention.look(now))
-        except AlreadyRunning as error:
-            return self._stop(error)
-
-    def _stop(self, error: AlreadyRunning | ConfigError | None) -> list[InnerAction]:
-        self.leadership.end(Stage.STOPPED)
-        return [Stopped(error)]
-
-    def _recover(self, now: float) -> list[InnerAction]:
-        """Continue reading stored plans, and lead when that is done."""
-        recovery = self.leadership.recovering
-        if recovery is None:
-            return []
-        listing = recovery.listing(now)
-        is_newer = listing is not None and listing.version >= self._servers.version
-        if listing is not None and is_newer and listing.servers.keys() != self._servers.listed.keys():
-            self.leadership.end(Stage.CONTENDING)
-            self._contention.begin(now)
-            return [*self._adopt(listing, now), *self._lease.tick(now)]
-        sends = recovery.read(now)
-        if sends is not None:
-            return list(sends)
-        missing = recovery.missing()
-        try:
-            book, found, conflicts = recovery.finish()
-        except ConfigError as error:
-            return [*self._lease.release(now), *self._stop(error)]
-        self.leadership.takeover = None
-        self.leadership.stage, self.leadership.since = Stage.LEADING, now
-        self._agents.forget_acknowledgements()
-        servers = list(self._servers.listed.values())
-        installer = Installer(book, servers, self._agents, self.options, self.leadership.term, now, self._quorum)
-        self.leadership.installer = installer
+    def _on_term_begun(self, installer: Installer, now: float) -> None:
         self._decider.begin_term(installer, now)
         self._records.begin_term(now)
         if self.scaling is not None:
             self.scaling.begin_term(installer, now)
-        details = {
-            "version": book.plan.version,
-            "entries": len(book.plan.entries),
-            "transitions": len(installer.transitions),
-            "not_read": missing,
-        }
-        actions: list[InnerAction] = [Note("warning" if missing else "info", "leading", details)]
-        actions += self._servers.end_lookouts()
-        actions += self._note_conflicts(conflicts)
-        actions += [] if listing is None else self._note_urls(listing)
-        reason = "recovered from the servers" if book.plan.version else "a new cluster"
-        actions.append(PlanChanged(book.plan, reason, tuple(installer.transitions)))
-        for server, run_id in self._servers.run_ids.items():
-            actions += installer.link_up(server, run_id, now, found.get(server), is_doubtful=server in found)
-        return [*actions, *self._drain_as_configured(installer, now)]
 
-    def _drain_as_configured(self, installer: Installer, now: float) -> list[InnerAction]:
-        """Drain the servers that the configuration names, if nobody has administered this cluster yet."""
-        draining = self.options.draining
-        if draining == installer.draining or not draining:
-            return []
-        details = {"configured": sorted(draining), "plan": sorted(installer.draining)}
-        if installer.plan.administration.version:
-            text = (
-                "draining = true is not used: which servers are drained is in the stored plan; take it out of the"
-                " configuration, and type 'dynamoth server drain' or 'undrain'"
-            )
-            return [Note("warning", text, details)]
-        administration = replace(installer.plan.administration, draining=draining)
-        try:
-            return installer.administer(administration, None, "the configuration has draining = true", now)
-        except RequestRefused as error:
-            return [Note("error", "the configured draining cannot begin", {**details, "reason": str(error)})]
-
-    def _note_conflicts(self, conflicts: Sequence[Conflict]) -> list[Note]:
-        """Report copies that cannot be ours."""
-        self.counters["copies_conflicting"] += len(conflicts)
-        text = "a stored plan cannot be ours: it is not used, and written over; see who may write the key"
-        return [Note("error", text, {"server": each.server, "reason": each.reason}) for each in conflicts]
-
-    def _note_urls(self, stored: Plan) -> list[Note]:
-        """Report the servers that had another URL in the stored plan. That of the configuration is stored now.
-
-        A plan may be forged, and a server may have moved: only the operator's own file tells.
-        """
-        text = (
-            "the stored plan had another URL for a server; it has that of this balancer's configuration now, which"
-            " clients follow: if the file is old, correct it and restart the balancer"
-        )
-        known = self._servers.configured
-        moved = [id_ for id_, each in stored.servers.items() if id_ in known and known[id_].url != each.url]
-        return [Note("warning", text, {"server": server}) for server in moved]
-
-    def _on_shutdown(self, now: float) -> list[InnerAction]:
-        self._shutdown_at = now + SHUTDOWN_S_MAX
-        return [*self._lease.release(now), *self._shut_down(now)]
-
-    def _shut_down(self, now: float) -> list[InnerAction]:
-        """Stop, once the servers have confirmed that the lease is given back."""
-        assert self._shutdown_at is not None
-        if self.stage is Stage.STOPPED or (self._lease.is_releasing and now < self._shutdown_at):
-            return []
-        return self._stop(None)
+    def _on_term_ended(self) -> None:
+        self._records.end_term()
+        self._decider.history.end_term()
 
     # Time.
 
@@ -694,10 +488,10 @@ class BalancerMachine:
                 return [*renewals]  # at once: the rest may take long, and follows in the next tick
             self._tick_at = now + TICK_INTERVAL_S
             self._dead_servers.tick(now)
-            actions += self._count_all_again(now)
-            actions += self._recover(now)
+            actions += self._terms.count_all_again(now)
+            actions += self._terms.recover(now)
             actions += self._follow_listing(now)
-            actions += self._take_over(now)
+            actions += self._terms.take_over(now)
             if self.leadership.waits:
                 actions += self._contention.read_headers(self._servers.reachable, now)
             actions += self._servers.resubscribe()

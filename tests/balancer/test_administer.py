@@ -30,9 +30,7 @@ def installer_for(plan: Plan, stored_at: Iterable[str] = ()) -> Installer:
     agents = Agents([server.id for server in servers], 5.0)
     installer = Installer(PlanBook(plan, {}), servers, agents, BalancerOptions(), 1, 0.0)
     for server in stored_at:
-        [query] = installer.link_up(server, RUN_ID, 0.0, plan.version)
-        assert isinstance(query, Send)
-        [read] = installer.on_reply(server, query.tag, 1, 0.0)
+        [read] = installer.link_up(server, RUN_ID, 0.0, plan.version)
         assert isinstance(read, Send)
         stored = stored_hash(plan, RUN_ID)
         installer.on_reply(server, read.tag, [stored.get(name) for name in read.args[2:]], 0.0)
