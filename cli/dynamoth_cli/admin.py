@@ -361,9 +361,20 @@ async def _newest(
             raise ClusterUnavailable(str(reason))
     if damage:
         raise ClusterUnavailable(f"{damage[0]}: start 'dynamoth balancer', which writes it again")
-    raise ClusterUnavailable("no server stores a plan yet: start 'dynamoth balancer', which writes it")
+    raise ClusterUnavailable(_no_plan_yet(faults))
+
+
+def _no_plan_yet(faults: list[LinkError]) -> str:
+    cure = "start 'dynamoth balancer', which writes it"
+    if not faults:
+        return f"no server stores a plan yet: {cure}"
+    when = "as soon as it reaches more than half of the servers"
+    return f"no server that answers stores a plan: {cure} {when}:{_lines(faults)}"
 
 
 def _unavailable(faults: list[LinkError]) -> ClusterUnavailable:
-    reasons = "".join(f"\n  {fault}" for fault in faults)
-    return ClusterUnavailable(f"no server of the cluster answers:{reasons}")
+    return ClusterUnavailable(f"no server of the cluster answers:{_lines(faults)}")
+
+
+def _lines(faults: list[LinkError]) -> str:
+    return "".join(f"\n  {fault}" for fault in faults)

@@ -183,10 +183,10 @@ def fell_silent(address: ServerAddress, silence_s: float) -> LinkError:
 def connection_lost(address: ServerAddress, detail: str = "") -> LinkError:
     """Return the error for a connection that the server, or the network, closed."""
     because = f" ({detail})" if detail else ""
+    about_tls = _REFUSED_WITHOUT_A_WORD if address.tls else "a TLS port (rediss://)"
     return ServerUnreachable(
         f"{address.redacted()}: the connection was closed by the server or the network{because}: if the"
-        " server is up, look in its log for CLIENT KILL, 'client-output-buffer-limit', 'timeout', or a TLS"
-        " port (rediss://)"
+        f" server is up, look in its log for CLIENT KILL, 'client-output-buffer-limit', 'timeout', or {about_tls}"
     )
 
 
@@ -215,10 +215,30 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, OSError) and f"[Errno {errno.ECONNREFUSED}]" in str(error)
 
 
+#: TLS 1.3 checks our certificate after we are connected: the refusal may be lost when we write at that moment.
+_REFUSED_WITHOUT_A_WORD = "our certificate, which it may miss or refuse ('tls-auth-clients')"
+
+_OUR_CERTIFICATE = "(clients: ssl_certfile, ssl_keyfile; daemons and tools: link.tls_cert_file, link.tls_key_file)"
+
+#: OpenSSL's codes for a certificate that is not valid yet, and for one that has expired.
+_WRONG_TIME = (9, 10)
+
+
 def _diagnose_tls(name: str, error: Exception) -> LinkError:
     if isinstance(error, ssl.SSLCertVerificationError):
+        return TlsFailed(f"{name}: the certificate is not trusted ({error.verify_message}): {_cure_of(error)}")
+    reason = getattr(error, "reason", None) or ""
+    if reason.endswith("CERTIFICATE_REQUIRED"):
+        return TlsFailed(f"{name}: the server asks for a certificate ('tls-auth-clients'): give one {_OUR_CERTIFICATE}")
+    if "_ALERT_" in reason and reason.endswith(("CERTIFICATE_EXPIRED", "UNKNOWN_CA", "BAD_CERTIFICATE")):
         return TlsFailed(
-            f"{name}: the certificate is not trusted ({error.verify_message}): check the host name in the URL, and the"
-            " CA (clients: ssl_ca_certs; daemons and tools: link.tls_ca_file)"
+            f"{name}: the server refuses our certificate ({error}): check its dates, and that the server's"
+            f" 'tls-ca-cert-file' has its CA {_OUR_CERTIFICATE}"
         )
     return TlsFailed(f"{name}: TLS failed ({error}): check that the port speaks TLS, and our certificate")
+
+
+def _cure_of(error: ssl.SSLCertVerificationError) -> str:
+    if error.verify_code in _WRONG_TIME:
+        return "renew it at the server, or correct this machine's clock"
+    return "check the host name in the URL, and the CA (clients: ssl_ca_certs; daemons and tools: link.tls_ca_file)"

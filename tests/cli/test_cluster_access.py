@@ -97,6 +97,16 @@ def test_certificates_are_given_as_to_the_daemons(tmp_path: Path) -> None:
         reached("--url", "rediss://a", "--tls-cert-file", "x")
 
 
+def test_servers_that_do_not_answer_are_named_where_the_others_have_no_plan(
+    redis_server: EmbeddedRedis, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"dynamoth://127.0.0.1:{redis_server.port},127.0.0.1:{free_port}"
+    assert main(["plan", "show", "--url", url]) == 1
+    said = capsys.readouterr().err
+    assert "more than half of the servers" in said
+    assert f"127.0.0.1:{free_port}: connection refused" in said
+
+
 def test_a_server_that_asks_for_a_certificate_gets_it(
     redis_server: EmbeddedRedis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

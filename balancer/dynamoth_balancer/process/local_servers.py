@@ -82,7 +82,9 @@ class ProcessProvisioner:
             await self._wait_until_ready(home, url, known["redis"])
             await asyncio.to_thread(self._ensure, home, known, "agent", list(self._agent(id_, url)))
         except (OSError, subprocess.SubprocessError) as error:
-            raise ProvisionerFailed(f"server {id_} cannot be started in {home}: {error}") from error
+            raise ProvisionerFailed(
+                f"server {id_} cannot be started in {home}: {error}: check the rights of 'folder', and the space there"
+            ) from error
         return url
 
     async def free(self, id_: str) -> None:
@@ -142,7 +144,10 @@ class ProcessProvisioner:
             await asyncio.sleep(POLL_S)
         log = home / "log"
         last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-        raise ProvisionerFailed(f"redis-server of {home.name} does not answer; its last output: {''.join(last)}")
+        raise ProvisionerFailed(
+            f"redis-server of {home.name} does not answer; its last output: {''.join(last) or 'nothing'}: check that"
+            f" {self._redis_server} runs here"
+        )
 
 
 async def free_all(folder: Path) -> None:

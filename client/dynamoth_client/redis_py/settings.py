@@ -58,6 +58,8 @@ for a busy machine: many libraries read in a loop that an error ends for good.""
 _LEFT_OUT = ("socket_connect_timeout", "socket_keepalive", "socket_keepalive_options")
 """What redis-py does not give to the connections of a unix socket; besides ``ssl_*``, as to those without TLS."""
 
+_TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+
 _OCSP = "ssl_validate_ocsp"
 """How the options begin that ask for OCSP; only redis-py's synchronous connections have them."""
 
@@ -299,6 +301,7 @@ def _tls_context(options: Mapping[str, Any]) -> Any:
     try:
         return connection.ssl_context.get()
     except (OSError, TypeError, ValueError) as error:
+        files = ", ".join(f"{name}={options[name]}" for name in _TLS_FILES if options.get(name) is not None)
         raise redis.exceptions.DataError(
-            f"the TLS files or options cannot be used ({error}): check the ssl_* arguments"
+            f"the TLS files or options cannot be used ({error}): check the ssl_* arguments ({files or 'no files'})"
         ) from error
