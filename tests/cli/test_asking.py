@@ -10,7 +10,7 @@ import pytest
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.machine.events import ErrorReply
-from dynamoth.names import AGENT_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
+from dynamoth.names import AGENT_CHANNEL, OPERATOR_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL
 from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.control import AdminReply
 from dynamoth.protocol.stored_plan import READ_HEADER
@@ -89,7 +89,7 @@ def test_a_plan_of_another_format_is_not_said_to_be_written_again(monkeypatch: p
 def test_status_names_the_server_whose_plan_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan.initial([Server(f"s{number}", f"redis://127.0.0.1:{number}") for number in (1, 2)])
     stored = {"s1": stored_hash(plan, "run"), "s2": {**stored_hash(plan, "run"), b"@format": b"7"}}
-    listening = [AGENT_CHANNEL, 1, RECORDER_FAILING_CHANNEL, 0, RECORD_CHANNEL, 0]
+    listening = [AGENT_CHANNEL, 1, RECORDER_FAILING_CHANNEL, 0, RECORD_CHANNEL, 0, OPERATOR_CHANNEL, 1]
     headers = {id_: [fields.get(name) for name in READ_HEADER[2:]] for id_, fields in stored.items()}
 
     async def ask_all(servers: Any, *_: Any, **__: Any) -> list[Any]:
