@@ -23,6 +23,7 @@ from dynamoth_client.machines.publisher.events import (
     PublishFailed,
     PublishRefused,
 )
+from dynamoth_client.machines.standalone import ALONE, OVERLAP_S, plan_of
 from tests.machines.helpers import (
     ACTIVE,
     GROWN,
@@ -524,3 +525,22 @@ def test_what_is_sent_again_has_an_outcome_in_its_own_time() -> None:
     [failed] = only(PublishFailed, publisher.pass_time(1.0))
     assert failed.token == 2
     assert "server s2 did not answer" in failed.reason
+
+
+# A server that was alone.
+
+
+def test_copies_at_a_server_that_was_alone_may_come_before_earlier_messages_of_the_right_route() -> None:
+    """One of them may be lost with the connection, while the message is under way at the other."""
+    publisher = Publisher(header=plan_of(URLS["s1"]))
+    publisher.publish()
+    alone = publisher.up(ALONE)
+    [read] = [send for send in sends(alone) if send.args == READ_HEADER]
+    publisher.answer([send for send in sends(alone) if send.args != READ_HEADER])
+    publisher.tell(Replied(ALONE, read.tag, header_reply(PLAN_0)))
+    publisher.answer(publisher.up("s1"))
+    both = publisher.publish()
+    assert envelopes(both, link="s1") == [Envelope(0, ID, 2, 0, b"x")]
+    assert envelopes(both, link=ALONE) == [Envelope(ROUTE_CHANGED, ID, 2, 0, b"x")]
+    publisher.pass_time(OVERLAP_S)
+    assert numbers(publisher.publish(), link=ALONE) == []

@@ -25,6 +25,7 @@ from dynamoth.protocol.envelope import (
     ROUTE_CHANGED,
     pack_plain_header,
     plain_head,
+    rerouted,
     seal,
     whole_ms,
 )
@@ -166,7 +167,10 @@ class Sending(Part):
             if check is not None and server in read_at:
                 actions += self._checks.put(check, location, server)
             actions += self._checks.put_version_check(server)
-        return [*actions, *self._alone.copy(name, data, now)]
+        if self._alone.is_over(now):
+            return actions
+        # It travels by itself: it may come before earlier messages of the right route, or where they were lost.
+        return [*actions, *self._alone.copy(name, data if plain else rerouted(data, channel.epoch))]
 
     def _why_not(
         self,

@@ -26,10 +26,10 @@ class AloneServer(Part):
             self._until = now + OVERLAP_S
         return now >= self._until
 
-    def copy(self, channel: bytes, data: bytes, now: float) -> list[PublisherAction]:
+    def copy(self, channel: bytes, data: bytes) -> list[PublisherAction]:
         """Send a copy of a message there: some subscribers may not know yet that there is a plan."""
         server = self._servers.get(ALONE)
-        if server is None or self._plan.is_alone or self.is_over(now) or server.outbox.full:
+        if server is None or self._plan.is_alone or server.outbox.full:
             return []
         return [*server.outbox.put((b"PUBLISH", channel, data))]
 
