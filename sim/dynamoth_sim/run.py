@@ -182,9 +182,10 @@ def _live(cluster: Cluster, profile: Profile) -> list[Violation]:
     cluster.audit.calm()
     workload.publish_everywhere()
     world.run_until(world.now + ROUND_S)
+    violations += _settle(cluster, workload)  # where the balancer goes by load, it may have begun something again
     _check_receivers(cluster, workload)
     world.run_until(world.now + ROUND_S)
-    violations += _settle(cluster, workload)  # where the balancer goes by load, it may have begun something again
+    violations += _settle(cluster, workload)
     violations += _check_places(cluster, workload)
     for publisher, channel in workload.unended():
         text = f"{publisher.name} still waits for a publish, though nothing has failed for {RECOVERY_S} s"
