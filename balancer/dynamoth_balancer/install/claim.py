@@ -18,6 +18,7 @@ from dynamoth.plan.plan import TAKEOVER_VERSIONS
 from dynamoth.protocol.fence import READ_TERM, claim, parse_term
 from dynamoth.protocol.stored_plan import READ_VERSION
 from dynamoth_balancer.events import Note
+from dynamoth_balancer.install.quorum import is_majority
 from dynamoth_balancer.install.recovery import is_used_up
 
 RETRY_S = 0.5
@@ -65,7 +66,8 @@ class Claim:
     def is_granted(self) -> bool:
         """Whether more than half of the servers have granted the term."""
         answers = [self._answers[server] for server in self._servers if server in self._answers]
-        return sum(each.is_granted and each.claimed == self.term for each in answers) > len(self._servers) // 2
+        granted = sum(each.is_granted and each.claimed == self.term for each in answers)
+        return is_majority(granted, len(self._servers))
 
     @property
     def highest_granted(self) -> int:
@@ -121,7 +123,7 @@ class Claim:
         """Claim a term, if that is due: when all connected servers, and more than half of all, have answered."""
         if any(None in (each.term, each.version) for each in self._answers.values()):
             return []
-        if sum(server in self._answers for server in self._servers) <= len(self._servers) // 2:
+        if not is_majority(sum(server in self._answers for server in self._servers), len(self._servers)):
             return []
         if not self.term or self.seen >= self.term:
             self.term = self.seen + TAKEOVER_VERSIONS

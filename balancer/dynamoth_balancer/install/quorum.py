@@ -21,6 +21,11 @@ CURE = (
 """What an operator can do when too many servers are dead."""
 
 
+def is_majority(some: int, servers: int) -> bool:
+    """Return whether so many are more than half of the servers."""
+    return 2 * some > servers
+
+
 class Quorum:
     """The servers that count.
 
@@ -42,7 +47,7 @@ class Quorum:
     def decides(self, some: Container[str], servers: Iterable[str]) -> bool:
         """Return whether ``some`` are more than half of those of ``servers`` that count."""
         voters = self.voters(servers)
-        return 2 * sum(server in some for server in voters) > len(voters)
+        return is_majority(sum(server in some for server in voters), len(voters))
 
     def take_over(self, alive: Collection[str], servers: Collection[str]) -> None:
         """Give up all servers that are not alive.

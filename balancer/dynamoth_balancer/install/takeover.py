@@ -20,6 +20,7 @@ from dynamoth.protocol.stored_plan import READ_HEADER, READ_WHOLE, StoredHeader,
 from dynamoth_balancer.events import Note
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.claim import Claim
+from dynamoth_balancer.install.quorum import is_majority
 from dynamoth_balancer.install.recovery import Conflict, Copy, listing_of, recover, same_header
 
 TAG = "takeover"
@@ -228,7 +229,7 @@ class Takeover:
             ConfigError: the copies are of different clusters, or most are of another format.
 
         """
-        if 2 * len(self._other_formats) > len(self._found):  # at fewer servers it may be forged
+        if is_majority(len(self._other_formats), len(self._found)):  # at fewer servers it may be forged
             raise ConfigError(next(iter(self._other_formats.values())))
         if self._own_book is not None and self._own_is_newest:
             self._own_book.begin_term(self._claim.term)
