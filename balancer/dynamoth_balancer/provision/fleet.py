@@ -441,7 +441,7 @@ class Fleet:
         server.failures += 1
 
     def _fail_agent(self, server: _Server, reason: str, now: float) -> None:
-        """Note that the agent of a server cannot be started. Nobody minds if it is there, or if the server is given up."""
+        """Note that an agent cannot be started. Nobody minds if it is there by now, or if its server is given up."""
         agent = server.agent
         agent.answer(None)
         if agent.gone_since is not None:

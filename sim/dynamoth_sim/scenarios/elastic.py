@@ -301,7 +301,7 @@ AGENT_TROUBLE_S = 5.0
 def agent_dies_later(stage: Stage) -> None:
     """Case 131. The agent of a server that takes part dies: the provisioner starts it again, whichever balancer leads.
 
-    It may fail at first: that is reported, and it is asked again, not too often. Then channels move at that server again.
+    It may fail at first: that is reported, and it is asked again, not too often. Then channels can leave that server.
     """
     load, server = _grown(stage)
     agent, provisioner, run_id = stage.cluster.agents[server], stage.cluster.provisioner, _run_id(stage, server)
