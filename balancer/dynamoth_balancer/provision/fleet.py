@@ -394,8 +394,8 @@ class Fleet:
         for id_, server in self._servers.items():
             if server.life in TAKES_PART and id_ not in view.members:
                 self._enter(server, Life.GONE, now)
-            member = view.members[id_] if server.life in TAKES_PART else None
-            server.agent.follow(member, now, self.options.retry_s_max)
+            served = view.members[id_] if server.life in TAKES_PART else None
+            server.agent.follow(served, now, self.options.retry_s_max)
 
     def _expire(self, view: FleetView, now: float) -> None:
         """Give up waiting for answers, and servers that do not report."""

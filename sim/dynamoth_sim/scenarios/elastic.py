@@ -345,6 +345,26 @@ def server_dies_later(hangs: bool, stage: Stage) -> None:
 PATIENT = replace(FLEET, release_delay_s=4.0)
 """A balancer that has forgotten a release begins it anew after this time."""
 
+WITHOUT_LOSSES: dict[str, Callable[[Stage], None]] = {
+    "110-grow-and-shrink": grow_and_shrink,
+    "111-release-abandoned": release_abandoned,
+    "112-provisioner-fails": provisioner_fails,
+    "113-provisioner-hangs": provisioner_hangs,
+    "114-provisioner-lies": provisioner_lies,
+    "115-server-without-agent": without_agent,
+    "116-balancer-dies-in-between": balancer_dies_in_between,
+    "117-successor-releases": successor_releases,
+    "118-dies-while-joining": dies_while_joining,
+    "119-successor-goes-on": successor_goes_on,
+}
+
+WITH_LOSSES: dict[str, Callable[[Stage], None]] = {
+    "131-agent-dies-later": agent_dies_later,
+    "132-server-dies-later": partial(server_dies_later, False),
+    "132-server-hangs-later": partial(server_dies_later, True),
+}
+"""Here a server or an agent dies while it carries channels."""
+
 SCENARIOS: dict[str, Scenario] = {
     "74-short-of-cpu": Scenario(short_of_cpu, cpu_ratio_max=CPU_RATIO_MAX),
     **{
@@ -354,22 +374,8 @@ SCENARIOS: dict[str, Scenario] = {
             outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S,
             fleet=PATIENT if play is successor_goes_on else FLEET,
             report_interval_s=0.2,
-            losses_allowed=name.startswith("13"),
+            losses_allowed=name in WITH_LOSSES,
         )
-        for name, play in {
-            "110-grow-and-shrink": grow_and_shrink,
-            "111-release-abandoned": release_abandoned,
-            "112-provisioner-fails": provisioner_fails,
-            "113-provisioner-hangs": provisioner_hangs,
-            "114-provisioner-lies": provisioner_lies,
-            "115-server-without-agent": without_agent,
-            "116-balancer-dies-in-between": balancer_dies_in_between,
-            "117-successor-releases": successor_releases,
-            "118-dies-while-joining": dies_while_joining,
-            "119-successor-goes-on": successor_goes_on,
-            "131-agent-dies-later": agent_dies_later,
-            "132-server-dies-later": partial(server_dies_later, False),
-            "132-server-hangs-later": partial(server_dies_later, True),
-        }.items()
+        for name, play in {**WITHOUT_LOSSES, **WITH_LOSSES}.items()
     },
 }
