@@ -182,7 +182,9 @@ class BalancerMachine:
         look_s = self.options.decision_interval_s
         #: Adds and frees servers; None where no provisioner can do that.
         self.scaling = (
-            None if fleet is None else Scaling(fleet, look_s, self._agents, self._model, self._decider, self.membership)
+            None
+            if fleet is None
+            else Scaling(fleet, look_s, self._agents, self._listeners, self._model, self._decider, self.membership)
         )
         #: What people and metrics read.
         self.overview = Overview(

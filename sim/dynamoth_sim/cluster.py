@@ -406,6 +406,13 @@ class Cluster:
         elif has_agent:
             self.agents[id_].start()
 
+    def start_what_is_missing(self, id_: str, *, has_agent: bool) -> None:
+        """Start a server that does not run again, and its agent, if that is to run and does not."""
+        if not self.servers[id_].up:
+            self.servers[id_].start()
+        if has_agent and not self.agents[id_].alive:
+            self.agents[id_].start()
+
     def stop_for_good(self, server: str, *, orderly: bool) -> None:
         """Stop a server and its agent, at once or as an operator does; neither comes back, and nobody begins there."""
         self.gone[server] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
 from dynamoth_balancer.provision.fleet import (
+    AGENT_GONE,
+    AGENT_GONE_S,
     FREED_AT_ONCE_MAX,
     PROVISIONER,
     UNHEARD_S,
@@ -62,6 +64,8 @@ class World:
         return {
             id_: Member(
                 None if each.load_ratio is None else share if id_ in open_ else 0.0,
+                each.url,
+                each.agent_gone,
                 provisioned=each.provisioned,
                 drained=each.drained,
                 unused=each.unused or id_ in closed,
@@ -93,13 +97,15 @@ class World:
                 if self.provisioner in ("works", "lies"):
                     if self.provisioner == "works":
                         self.running.add(id_)
+                        if id_ in self.servers:
+                            self.servers[id_] = replace(self.servers[id_], load_ratio=0.0, agent_gone=False)
                     fleet.on_started(id_, f"redis://{id_}", now)
                 elif self.provisioner == "fails":
                     fleet.on_start_failed(id_, "no credit left", now)
             case AddServer(id_, url):
                 assert url == f"redis://{id_}"
                 self.version += 1
-                self.servers[id_] = Member(0.0 if id_ in self.running else None, provisioned=True)
+                self.servers[id_] = Member(0.0 if id_ in self.running else None, url, provisioned=True)
             case RemoveServer(id_):
                 assert self.servers[id_].provisioned
                 assert self.members[id_].unused, "nothing that is used is removed"
@@ -112,6 +118,13 @@ class World:
                 elif self.provisioner != "hangs":
                     self.running.discard(id_)
                     fleet.on_freed(id_)
+
+    def lose_agents(self) -> int:
+        """Have all agents of the provisioner die; return how many that are."""
+        lost = self.running & self.servers.keys()
+        for id_ in lost:
+            self.servers[id_] = replace(self.servers[id_], load_ratio=None, agent_gone=True)
+        return len(lost)
 
     def times(self, kind: type[FleetAction]) -> list[float]:
         """When such actions were made."""
@@ -467,6 +480,175 @@ def test_what_nobody_knows_is_freed_a_few_at_a_time() -> None:
     assert fleet.look(view, 2.0) == [FreeServer(f"auto-9-{FREED_AT_ONCE_MAX}")]
 
 
+# Agents that are gone.
+
+NEW = "auto-1-1"
+URL = f"redis://{NEW}"
+PRESENT = Member(0.3, URL, provisioned=True)
+GONE = Member(None, URL, agent_gone=True, provisioned=True)
+AGAIN = StartServer(NEW, AGENT_GONE)
+
+
+@dataclass
+class Watched:
+    """A fleet that watches one server whose agent comes and goes."""
+
+    fleet: Fleet = field(default_factory=lambda: Fleet(OPTIONS))
+    now: float = 0.0
+
+    def see(self, member: Member, seconds: float = 1.0) -> list[tuple[float, FleetAction]]:
+        """Let time pass, a second at a time; return when something was asked for that concerns the server, and what."""
+        asked: list[tuple[float, FleetAction]] = []
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            actions = self.fleet.look(FleetView({"s1": Member(0.2), NEW: member}), self.now)
+            asked += [(self.now, action) for action in actions if action.id == NEW]
+            self.fleet.check()
+        return asked
+
+
+def agent_lost(member: Member = GONE) -> Watched:
+    """Return a fleet that has just asked for a server again."""
+    watched = Watched()
+    watched.see(PRESENT)
+    assert watched.see(member, AGENT_GONE_S) == []
+    assert [action for _, action in watched.see(member)] == [AGAIN]
+    return watched
+
+
+def test_a_server_whose_agent_is_gone_is_started_again_once() -> None:
+    watched = agent_lost()
+    assert watched.fleet.started_again == {NEW}
+    assert watched.see(GONE, OPTIONS.answer_timeout_s - 2) == [], "the provisioner may need that long"
+    watched.fleet.on_started(NEW, URL, watched.now)
+    assert watched.see(GONE, OPTIONS.join_timeout_s - 2) == [], "the agent may need that long"
+    assert watched.see(PRESENT, 100) == []
+    assert watched.fleet.started_again == frozenset()
+    assert watched.fleet.problems() == {}
+    assert watched.fleet.lives == {NEW: Life.ACTIVE}
+    assert watched.fleet.counters == {"agents_started_again": 1}
+
+
+def test_an_agent_that_comes_back_in_time_is_not_started() -> None:
+    watched = Watched()
+    watched.see(PRESENT)
+    for _ in range(10):
+        assert watched.see(GONE, AGENT_GONE_S) == []
+        assert watched.see(PRESENT) == []
+
+
+@pytest.mark.parametrize("member", [Member(None, "redis://s2", agent_gone=True), Member(None, URL, provisioned=True)])
+def test_no_other_server_is_started_again(member: Member) -> None:
+    """The provisioner has not started it, or it does not answer: it may be dead."""
+    watched = Watched()
+    watched.see(replace(member, load_ratio=0.5, agent_gone=False))
+
+    assert watched.see(member, 100) == []
+
+
+def test_a_server_that_is_being_emptied_needs_its_agent() -> None:
+    watched = Watched()
+    watched.see(replace(PRESENT, releasing=True))
+    assert watched.fleet.lives == {NEW: Life.DRAINING}
+
+    assert [action for _, action in watched.see(GONE, AGENT_GONE_S + 1)] == [AGAIN]
+
+
+def test_a_server_that_its_operator_has_emptied_needs_no_agent() -> None:
+    agent_lost(replace(GONE, drained=True))
+    watched = Watched()
+    watched.see(PRESENT)
+
+    assert watched.see(replace(GONE, drained=True, unused=True), 100) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "lost_s", "text"),
+    [
+        ("fails", 0, "no credit left"),
+        ("hangs", OPTIONS.answer_timeout_s, "the provisioner has not answered for 30 s"),
+        ("lies", OPTIONS.join_timeout_s, "the provisioner has started it, but it does not report after 15 s"),
+        ("elsewhere", 0, f"the provisioner has {NEW} at redis://other, and the plan has it at {URL}"),
+    ],
+)
+def test_an_agent_that_cannot_be_started_is_reported_and_tried_ever_more_rarely(
+    fault: str, lost_s: float, text: str
+) -> None:
+    watched = agent_lost()
+    asked = [watched.now]
+    while len(asked) < 7:
+        answers = {
+            "fails": lambda: watched.fleet.on_start_failed(NEW, "no credit left", watched.now),
+            "lies": lambda: watched.fleet.on_started(NEW, URL, watched.now),
+            "elsewhere": lambda: watched.fleet.on_started(NEW, "redis://other", watched.now),
+        }
+        answers.get(fault, lambda: None)()
+        while not (again := watched.see(GONE)):
+            pass
+        asked += [at for at, _ in again]
+    pauses = [later - sooner for sooner, later in itertools.pairwise(asked)]
+
+    assert pauses == [lost_s + pause for pause in (2, 4, 8, 16, 16, 16)]
+    assert watched.fleet.problems() == {NEW: f"its agent is gone, and cannot be started again: {text}"}
+    assert watched.fleet.counters["provisioner_failures"] == 6
+    watched.see(PRESENT)
+    assert watched.fleet.problems() == {}
+
+
+def test_an_agent_that_dies_again_and_again_is_started_ever_more_rarely() -> None:
+    watched = agent_lost()
+    asked = [watched.now]
+    while len(asked) < 6:
+        watched.fleet.on_started(NEW, URL, watched.now)
+        watched.see(PRESENT)
+        while not (again := watched.see(GONE)):
+            pass
+        asked += [at for at, _ in again]
+    assert [later - sooner for sooner, later in itertools.pairwise(asked)] == [4, 4, 8, 16, 16]
+    watched.fleet.on_started(NEW, URL, watched.now)
+    watched.see(PRESENT, OPTIONS.retry_s_max + 1)
+
+    assert watched.see(GONE, AGENT_GONE_S + 1) == [(watched.now, AGAIN)], "it had become steady"
+
+
+def test_nothing_is_freed_while_it_is_being_started() -> None:
+    watched = agent_lost()
+    alone = FleetView({"s1": Member(0.5)})
+    assert [watched.fleet.look(alone, watched.now + second) for second in range(1, 20)] == [[]] * 19
+    watched.fleet.on_started(NEW, URL, watched.now + 20)
+
+    assert watched.fleet.look(alone, watched.now + 20) == [FreeServer(NEW)]
+    assert watched.fleet.started_again == frozenset()
+
+
+def test_a_provisioner_that_does_not_answer_keeps_no_server_from_being_freed_for_long() -> None:
+    watched = agent_lost()
+    alone = FleetView({"s1": Member(0.5)})
+    until = watched.now + OPTIONS.answer_timeout_s
+    watched.fleet.look(alone, until - 1)
+
+    assert watched.fleet.look(alone, until) == [FreeServer(NEW)]
+    assert watched.fleet.problems() == {}
+
+
+def test_a_paused_balancer_starts_no_agent() -> None:
+    watched = Watched()
+    watched.see(PRESENT)
+    view = FleetView({"s1": Member(0.5), NEW: GONE})
+
+    assert [watched.fleet.look(view, float(now), acts=False) for now in range(2, 50)] == [[]] * 48
+    assert watched.fleet.look(view, 50.0) == [AGAIN]
+
+
+def test_another_balancer_looks_after_the_agents_too() -> None:
+    watched = Watched()
+
+    assert [action for _, action in watched.see(GONE, AGENT_GONE_S + 1)] == [AGAIN]
+    watched.fleet.begin_term()
+    watched.fleet.on_start_failed(NEW, "no credit left", watched.now)
+    assert [action for _, action in watched.see(GONE, AGENT_GONE_S + 1)] == [AGAIN]
+
+
 # Server-seconds.
 
 
@@ -508,17 +690,20 @@ def test_settings_that_cannot_be_used_are_refused(values: Mapping[str, Any], tex
             st.floats(0, 5),
             st.sampled_from(["works", "fails", "hangs", "lies"]),
             st.booleans(),
+            st.booleans(),
         ),
         max_size=15,
     )
 )
 def test_whatever_happens_the_fleet_stays_within_its_bounds_and_comes_to_rest(
-    steps: list[tuple[int, float, str, bool]],
+    steps: list[tuple[int, float, str, bool, bool]],
 ) -> None:
-    world = World()
-    for seconds, world.load, world.provisioner, world.short in steps:
+    world, lost = World(), 0
+    for seconds, world.load, world.provisioner, world.short, agents_die in steps:
+        lost += world.lose_agents() if agents_die else 0
         world.run(seconds)
-        assert len(world.servers) <= OPTIONS.servers_max + 1, "but for one that has lied and is being removed"
+        bound = OPTIONS.servers_max + 1 + lost
+        assert len(world.servers) <= bound, "but for one that has lied and is being removed, and those that come back"
         assert "s1" in world.servers
     world.load, world.provisioner, world.short = 1.0, "works", False
     world.run(600)

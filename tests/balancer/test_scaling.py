@@ -9,6 +9,7 @@ from dynamoth_balancer.process.metrics import make_registry
 from dynamoth_balancer.provision.fleet import StartServer
 from dynamoth_balancer.provision.options import FleetOptions
 from dynamoth_cli.commands.status import describe_balancer
+from dynamoth_sim.cluster import JOIN_S
 from dynamoth_sim.load.provisioner import Manner
 from dynamoth_sim.scenarios.stage import Scenario, Stage
 from dynamoth_sim.world.world import World
@@ -82,6 +83,54 @@ def test_a_provisioner_that_fails_is_a_warning_and_the_balancer_stays_ready() ->
     assert problem["severity"] == "warning"
     assert problem["reason"] == "auto-0-1 cannot be started: no credit left"
     assert balancer(stage).health.errors == []
+
+
+def problem(stage: Stage, server: str) -> tuple[str, str] | None:
+    """Return severity and reason of what is shown about the agent of a server."""
+    problems = status(stage)["problems"]
+    silent = [each for each in problems if (each["kind"], each["subject"]) == ("agent_silent", server)]
+    return (silent[0]["severity"], silent[0]["reason"]) if silent else None
+
+
+def test_a_server_that_joins_says_that_it_waits_for_its_agent() -> None:
+    stage = staged(manner=Manner.HALF)
+    stage.wait("a server is in the plan", lambda: "auto-0-1" in status(stage)["servers"])
+    text = "it joins, and waits for its agent: if that does not report its load within 7 s, the server is given up"
+    stage.wait("that is shown", lambda: problem(stage, "auto-0-1") == ("warning", text))
+
+    assert balancer(stage).health.errors == []
+    stage.cluster.agents["auto-0-1"].start()
+    grown(stage)
+    assert status(stage)["problems"] == []
+
+
+def test_a_server_that_an_operator_adds_says_who_starts_its_agent() -> None:
+    stage = staged(fleet=None)
+    added = stage.cluster.add_server()
+    stage.cluster.agents[added].crash()
+    stage.cluster.change_server("add", added)
+    text = f"start 'dynamoth agent --server {added}'"
+    joins = ("warning", f"it joins, and waits for its agent: {text}, unless it runs")
+    stage.wait("that is shown", lambda: problem(stage, added) == joins)
+
+    stage.run(JOIN_S)
+    assert problem(stage, added) == ("error", f"it has no agent: {text}")
+
+
+def test_an_agent_that_is_gone_is_shown_with_what_is_done_about_it() -> None:
+    stage = staged()
+    server = grown(stage)
+    assert problem(stage, server) is None
+    stage.cluster.provisioner.manner = Manner.HANGS
+    stage.cluster.agents[server].crash()
+    unasked = ("error", f"it has no agent: start 'dynamoth agent --server {server}'")
+    stage.wait("it is shown", lambda: problem(stage, server) == unasked)
+    asked = ("error", "it has no agent: the provisioner has been asked to start it again")
+    stage.wait("the provisioner is asked", lambda: problem(stage, server) == asked)
+    [said] = [record.note for record in stage.records("says") if "asked to start" in str(record.note)]
+
+    assert "the provisioner is asked to start a server again" in said
+    assert "its agent is gone" in said and server in said
 
 
 def test_a_paused_balancer_asks_for_no_server() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -67,17 +68,29 @@ async def test_a_server_is_started_once_outlives_its_provisioner_and_leaves_noth
         assert await later.running() == []
 
 
-async def test_what_has_died_is_started_again_under_the_same_url(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", ["redis", "agent"])
+async def test_what_has_died_is_started_again_under_the_same_url_by_another_balancer(tmp_path: Path, dies: str) -> None:
     async with cleared(tmp_path):
-        local = provisioner(tmp_path)
-        url = await local.start("auto-7-1")
-        dead, alive = processes(tmp_path, "auto-7-1")
-        os.kill(dead, signal.SIGKILL)
+        url = await provisioner(tmp_path).start("auto-7-1")
+        known = json.loads((tmp_path / "auto-7-1" / "server.json").read_text())
+        (other,) = {"redis", "agent"} - {dies}
+        os.kill(known[dies], signal.SIGKILL)
+        successor = provisioner(tmp_path)
+        successor.adopt({"auto-7-1": url})
 
-        assert await local.start("auto-7-1") == url
+        assert await successor.start("auto-7-1") == url
         again = processes(tmp_path, "auto-7-1")
         assert len(again) == 2
-        assert alive in again
+        assert known[other] in again and known[dies] not in again
+
+
+async def test_a_server_of_the_plan_that_runs_elsewhere_is_not_started_a_second_time(tmp_path: Path) -> None:
+    local = provisioner(tmp_path)
+    local.adopt({"auto-7-1": "redis://127.0.0.1:7777"})
+
+    with pytest.raises(ProvisionerFailed, match=r"auto-7-1 at redis://127.0.0.1:7777 was not started from .*'folder'"):
+        await local.start("auto-7-1")
+    assert await local.running() == []
 
 
 async def test_a_process_that_hangs_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,17 @@ async def test_a_pool_does_not_give_what_the_plan_uses() -> None:
     assert await pool.start("auto-3-1") == "redis://b"
 
 
+async def test_a_pool_says_who_starts_the_agent_of_a_server_in_use() -> None:
+    pool = PoolProvisioner(["redis://a", "redis://b"])
+    assert await pool.start("auto-1-1") == "redis://a"
+    pool.adopt({"auto-1-1": "redis://a", "auto-1-2": "redis://was-taken-out"})
+
+    for id_, url in (("auto-1-1", "redis://a"), ("auto-1-2", "redis://was-taken-out")):
+        with pytest.raises(ProvisionerFailed, match=f"are yours: start 'dynamoth agent --standby {url}' again"):
+            await pool.start(id_)
+    assert await pool.running() == ["auto-1-1"]
+
+
 @pytest.mark.parametrize(
     ("urls", "text"),
     [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
+from dynamoth.errors import RequestRefused
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client import Redis
 from tests.processes import command_lines
-from tests.whole.harness import Traffic, channels_at, logged, until
+from tests.whole.harness import Traffic, channels_at, logged, move, until
 
 CAPACITY = 400_000
 SETTINGS = {
@@ -44,6 +47,11 @@ def processes(cluster: LocalCluster) -> dict[int, str]:
 
 def fleet(cluster: LocalCluster) -> dict[str, Any]:
     return dict(cluster.ask_balancer("status")["fleet"])
+
+
+def agent_of(cluster: LocalCluster, server: str) -> str:
+    """Return how the agent of a server is, by the balancer."""
+    return str(cluster.ask_balancer("status")["servers"][server]["agent"])
 
 
 def test_a_standby_server_of_a_pool_joins_under_load_and_goes_back() -> None:
@@ -91,3 +99,34 @@ def test_a_server_is_started_under_load_takes_channels_and_is_freed_when_the_loa
             pubsub.subscribe(*CHANNELS)
             assert {channel: client.publish(channel, b"later") for channel in CHANNELS} == dict.fromkeys(CHANNELS, 1)
             pubsub.close()
+
+
+def test_a_server_whose_agent_is_killed_gets_another_one_and_channels_move_there_again() -> None:
+    settings = {**SETTINGS, "fleet.servers_min": 2, "fleet.release_delay_s": 100.0}
+    channel = channels_at("s1", 1, servers=1)[0]
+
+    def moves_to(server: str) -> bool:
+        try:
+            move(cluster, channel, server)
+        except RequestRefused as refused:
+            assert f"server {server} is new, and clients with patterns connect to it first" in str(refused)
+            return False
+        return True
+
+    with LocalCluster(1, settings=settings, servers_max=2) as cluster:
+        [server] = until(lambda: servers_of(cluster), "a server is added", 0.1)
+        until(lambda: fleet(cluster)["servers"][server]["life"] == "active", f"{server} takes part", 0.1)
+        before = processes(cluster)
+        [killed] = [pid for pid, line in before.items() if f"--server {server}" in line]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: logged(cluster.balancer, "the provisioner is asked to start a server again"), "it is missed", 0.1)
+        until(lambda: agent_of(cluster, server) == "alive", "another agent is heard", 0.1)
+        after = processes(cluster)
+        assert len(after) == len(before) == 2
+        assert killed not in after and before.keys() - {killed} < after.keys(), "its redis-server has never ended"
+        with Traffic(cluster, [channel], publishers=1, subscribers=1) as traffic:
+            until(lambda: moves_to(server), f"a channel moves to {server}", 0.1)
+            traffic.flows()
+            totals = traffic.finish()
+        assert (totals.gaps, totals.failed) == (0, 0)
+        assert cluster.ask_balancer("status")["counters"]["agents_started_again"] == 1

@@ -128,6 +128,10 @@ class View:
     not_listed: Collection[str]
     #: What the provisioner cannot do, by server, or ``provisioner``.
     fleet_problems: Mapping[str, str]
+    #: The servers that are only being added, and what each waits for.
+    joining: Mapping[str, str]
+    #: The servers that the provisioner has been asked to start again, as their agents are gone.
+    started_again: Collection[str]
 
 
 def find(view: View, now: float) -> Iterator[Found]:
@@ -212,8 +216,14 @@ def _of_copy(server: str, installer: Installer) -> Iterator[Found]:
 
 def _of_agent(server: str, view: View, leading: Installer | None, now: float) -> Iterator[Found]:
     agents = view.agents
+    if server in view.joining and not agents.is_alive(server, now):
+        after_s = 0.0 if agents[server].listeners == 0 else BEHIND_S
+        text = f"it joins, and waits for {view.joining[server]}"
+        yield Found(Severity.WARNING, "agent_silent", server, text, after_s=after_s)
+        return
     if agents.is_gone(server, now):
-        yield Found(Severity.ERROR, "agent_silent", server, no_agent(server), agents[server].deserted_at)
+        text = no_agent(server, is_started_again=server in view.started_again)
+        yield Found(Severity.ERROR, "agent_silent", server, text, agents[server].deserted_at)
         return
     if not agents.is_alive(server, now):
         known = agents.incarnation(server) is not None
@@ -248,9 +258,15 @@ def _of_agent(server: str, view: View, leading: Installer | None, now: float) ->
         yield Found(Severity.ERROR, "agent_blind", server, blind.reason, blind.since)
 
 
-def no_agent(server: str) -> str:
-    """Return the problem that nobody listens as the agent of a server."""
-    return f"it has no agent: start 'dynamoth agent --server {server}'"
+def no_agent(server: str, *, is_started_again: bool = False) -> str:
+    """Return the problem that nobody listens as the agent of a server, and who starts it."""
+    cure = "the provisioner has been asked to start it again" if is_started_again else start_agent(server)
+    return f"it has no agent: {cure}"
+
+
+def start_agent(server: str) -> str:
+    """Return how an operator starts the agent of a server."""
+    return f"start 'dynamoth agent --server {server}'"
 
 
 def several_agents(number: int) -> str:

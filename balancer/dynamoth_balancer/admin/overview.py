@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth_balancer.admin.compatibility import describe_rules
-from dynamoth_balancer.admin.health import Health, View
+from dynamoth_balancer.admin.health import Health, View, start_agent
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_pins, describe_server
 from dynamoth_balancer.decide.decider import Decider
 from dynamoth_balancer.decide.model import ClusterModel
@@ -20,6 +20,7 @@ from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.quorum import CURE, Quorum
 from dynamoth_balancer.install.servers import Servers
+from dynamoth_balancer.provision.fleet import Life
 from dynamoth_balancer.provision.scaling import Scaling
 
 PROBLEMS_SHOWN_MAX = 100
@@ -148,6 +149,7 @@ class Overview:
     def view(self, decision_refused: str, now: float) -> View:
         """Return what problems show in. ``decision_refused``: why the latest decision could not be carried out."""
         leads = self.leadership.stage is Stage.LEADING
+        fleet = self.scaling.fleet if leads and self.scaling is not None else None
         servers, takeover = self.servers, self.leadership.takeover
         refusals = {} if takeover is None else takeover.refusals()
         term_problems = {id_: f"it refuses the term: {reply}" for id_, reply in refusals.items()}
@@ -171,8 +173,25 @@ class Overview:
             decision_refused=decision_refused if leads else "",
             given_up=self.quorum.given_up & servers.listed.keys(),
             not_listed=[id_ for id_ in servers.configured if id_ not in servers.listed] if leads else (),
-            fleet_problems={} if self.scaling is None or not leads else self.scaling.fleet.problems(),
+            fleet_problems={} if fleet is None else fleet.problems(),
+            joining=self._joining(now) if leads else {},
+            started_again=frozenset() if fleet is None else fleet.started_again,
         )
+
+    def _joining(self, now: float) -> Mapping[str, str]:
+        """Return the servers that are only being added, and what each waits for, in words."""
+        installer, agents = self.leadership.latest_installer(), self.agents
+        joining = {
+            server: f"its agent: {start_agent(server)}, unless it runs"
+            for server in self.servers.listed
+            if agents.incarnation(server) is None and installer.joins_in(server, now) > 0
+        }
+        if self.scaling is None:
+            return joining
+        patience_s = self.scaling.fleet.options.join_timeout_s
+        text = f"its agent: if that does not report its load within {patience_s:g} s, the server is given up"
+        lives = self.scaling.fleet.lives.items()
+        return joining | {server: text for server, life in lives if life is Life.JOINING}
 
     # Metrics.
 

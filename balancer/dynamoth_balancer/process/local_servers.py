@@ -64,18 +64,25 @@ class ProcessProvisioner:
         self._agent = agent
         self._environment = dict(environment)
         self._password = password
+        self._listed: Mapping[str, str] = {}
 
     def adopt(self, servers: Mapping[str, str]) -> None:
-        """Ignore the plan: what runs is in files."""
+        """Note the servers of the plan, URLs by id: none of them is started elsewhere. What runs is in files."""
+        self._listed = servers
 
     async def start(self, id_: str) -> str:
         """Start what does not run of a server and its agent."""
         home = self._folder / id_
+        known = _read(home)
+        if id_ in self._listed and self._listed[id_] != _url(known.get("port")):
+            raise ProvisionerFailed(
+                f"server {id_} at {self._listed[id_]} was not started from {home}: give this balancer the 'folder' of"
+                " the one that has started it"
+            )
         try:
             home.mkdir(parents=True, exist_ok=True)
-            known = _read(home)
             port = known.setdefault("port", _free_port())
-            url = f"redis://{HOST}:{port}"
+            url = _url(port)
             configuration = home / "redis.conf"
             configuration.write_text(self._configuration(home, port))
             await asyncio.to_thread(self._ensure, home, known, "redis", [self._redis_server, str(configuration)])
@@ -159,6 +166,10 @@ async def free_all(folder: Path) -> None:
     provisioner = ProcessProvisioner(folder, "", no_agent, {})
     for id_ in await provisioner.running():
         await provisioner.free(id_)
+
+
+def _url(port: int | None) -> str:
+    return f"redis://{HOST}:{port}"
 
 
 def _read(home: Path) -> dict[str, Any]:

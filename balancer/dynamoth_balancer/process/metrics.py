@@ -59,6 +59,7 @@ _COUNTERS: Mapping[str, str] = {
     "servers_started": "Servers that the provisioner has started",
     "servers_freed": "Servers that the provisioner has freed",
     "provisioner_failures": "Requests that the provisioner refused, did not answer, or answered wrongly",
+    "agents_started_again": "Requests to start a server again whose agent was gone",
     "releases_abandoned": "Releases of servers that ended because the load rose",
 }
 

@@ -41,7 +41,10 @@ class ProvisionerFailed(DynamothError):
 
 
 class Provisioner(Protocol):
-    """Starts and frees servers, each a Redis server with its agent. Every request may be repeated."""
+    """Starts and frees servers, each a Redis server with its agent. Every request may be repeated.
+
+    A server of the plan whose agent is gone is started again, too: what is missing of it, at its URL.
+    """
 
     def adopt(self, servers: Mapping[str, str]) -> None:
         """Note the servers of the plan, URLs by id, some of which this provisioner may have started."""
@@ -285,9 +288,9 @@ def _shown(text: str) -> str:
 class PoolProvisioner:
     """Takes servers from a pool of standby servers that always run, each with its agent, under fixed URLs.
 
-    Nothing is started or stopped: a server of the pool is in use or not. Which id has which server is kept here only;
-    after a restart, ``adopt`` says what the plan uses. A server that is put back is the last one to be taken again: it
-    may have been found to be down.
+    No server or agent is started or stopped: a server of the pool is in use or not. Which id has which server is kept
+    here only; after a restart, ``adopt`` says what the plan uses. A server that is put back is the last one to be taken
+    again: it may have been found to be down.
 
     Args:
         urls: the standby servers, each once.
@@ -306,13 +309,19 @@ class PoolProvisioner:
             raise ConfigError(f"fleet.pool names servers twice: {', '.join(twice)}")
         self._urls = list(urls)
         self._used: dict[str, str] = {}
+        self._listed: Mapping[str, str] = {}
 
     def adopt(self, servers: Mapping[str, str]) -> None:
         """Note the servers of the plan, URLs by id: those of the pool are in use."""
+        self._listed = servers
         self._used |= {id_: url for id_, url in servers.items() if url in self._urls}
 
     async def start(self, id_: str) -> str:
-        """Take a free server; see :class:`Provisioner`."""
+        """Take a free server; see :class:`Provisioner`. One of the plan is in use, and its agent is the operator's."""
+        if id_ in self._listed:
+            raise ProvisionerFailed(
+                f"the agents of a pool are yours: start 'dynamoth agent --standby {self._listed[id_]}' again"
+            )
         if id_ not in self._used:
             free = next((url for url in self._urls if url not in self._used.values()), None)
             if free is None:

@@ -19,6 +19,9 @@ and a provisioner answers the same id with the same server. So asking again afte
 A provisioner that fails, lies or does not answer is asked again, after a time that doubles with each failure. A server
 that was announced but does not report its load (a lie) is given up. Nothing else waits: the servers that there are keep
 serving, and the goals keep balancing them.
+
+An agent may die later, while its Redis server lives. Then the provisioner is asked to start that server again, which
+starts what is missing of it. A dead Redis server is left to the failover, which empties it; then it is freed.
 """
 
 from __future__ import annotations
@@ -45,6 +48,11 @@ UNHEARD_S = 10.0
 """A server of the plan that is not measured counts as one that takes part for this time: it, or the balancer, may have
 just begun."""
 
+AGENT_GONE_S = 2.0
+"""A server whose agent is gone is started again after this time: whoever supervises the agent may be quicker."""
+
+AGENT_GONE = "its agent is gone"
+
 PROVISIONER = "provisioner"
 """The subject of problems that concern no server of the plan."""
 
@@ -59,12 +67,20 @@ class Life(enum.Enum):
     GONE = "gone"
 
 
+TAKES_PART = (Life.ACTIVE, Life.DRAINING)
+"""In these stages a server serves channels, and needs its agent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A server of the plan."""
 
     #: Part of its capacity that it uses; None while it is not measured or is not heard.
     load_ratio: float | None
+    #: Where it is, by the plan.
+    url: str = ""
+    #: Whether it says itself that nobody listens as its agent. A server that does not answer says nothing.
+    agent_gone: bool = False
     #: Outgoing bytes/s; more than 0.
     capacity: float = 1.0
     #: Whether a provisioner has started it, by the plan.
@@ -97,6 +113,8 @@ class StartServer:
     """Action: ask the provisioner for a server with this id. An answer is an ``on_...`` of the fleet."""
 
     id: str
+    #: Why one that takes part is started again; empty for a new one.
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +143,44 @@ FleetAction = StartServer | AddServer | RemoveServer | FreeServer
 
 
 @dataclass(slots=True)
+class _Agent:
+    """The agent of a server that takes part, and the requests to start it again."""
+
+    #: Since when it is gone, and since when it is heard; None while it is not.
+    gone_since: float | None = None
+    heard_since: float | None = None
+    #: How often the provisioner has been asked since it was last heard for long.
+    requests: int = 0
+    #: Whether the provisioner has not answered yet.
+    is_asked: bool = False
+    #: When the provisioner must have answered, or the agent be there; None while neither is waited for.
+    expires_at: float | None = None
+    #: When the next request may be made.
+    retry_at: float = -math.inf
+    #: Why it cannot be started; empty when nothing went wrong.
+    problem: str = ""
+
+    def follow(self, member: Member | None, now: float, steady_s: float) -> None:
+        """Follow what is seen of it; ``member`` is None for a server that takes part no more.
+
+        An agent that dies again soon is started more and more rarely, so requests are forgotten after ``steady_s``.
+        """
+        is_gone = member is not None and member.agent_gone
+        is_heard = member is not None and member.load_ratio is not None
+        self.gone_since = (now if self.gone_since is None else self.gone_since) if is_gone else None
+        self.heard_since = (now if self.heard_since is None else self.heard_since) if is_heard else None
+        if not is_gone:
+            self.problem = ""
+            self.expires_at = self.expires_at if self.is_asked else None
+        if self.heard_since is not None and now - self.heard_since >= steady_s and not self.is_asked:
+            self.requests = 0
+
+    def answer(self, expires_at: float | None) -> None:
+        """Note that the provisioner has answered. The agent must be there by then; None: it is not waited for."""
+        self.is_asked, self.expires_at = False, expires_at
+
+
+@dataclass(slots=True)
 class _Server:
     """A server that a provisioner has been asked for."""
 
@@ -143,6 +199,7 @@ class _Server:
     asked: bool = False
     #: Why it cannot be freed; empty when nothing went wrong.
     problem: str = ""
+    agent: _Agent = field(default_factory=_Agent)
 
 
 @dataclass(slots=True)
@@ -196,7 +253,13 @@ class Fleet:
     def problems(self) -> Mapping[str, str]:
         """Return what went wrong, by server or ``PROVISIONER``, in words for people."""
         start = {PROVISIONER: self._start_problem} if self._start_problem else {}
-        return start | {id_: server.problem for id_, server in self._servers.items() if server.problem}
+        problems = {id_: server.problem or server.agent.problem for id_, server in self._servers.items()}
+        return start | {id_: problem for id_, problem in problems.items() if problem}
+
+    @property
+    def started_again(self) -> frozenset[str]:
+        """The servers that the provisioner has been asked to start again, and whose agents are not there yet."""
+        return frozenset(id_ for id_, server in self._servers.items() if server.agent.expires_at is not None)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -205,6 +268,11 @@ class Fleet:
             assert server.url or server.life is not Life.JOINING, f"{id_} joins without a URL"
             waits = server.life in (Life.STARTING, Life.GONE)
             assert server.expires_at is None or waits, f"{id_} waits for the provisioner, and is {server.life.value}"
+            agent = server.agent
+            assert agent.expires_at is not None or not agent.is_asked, f"{id_} waits for an agent without end"
+            assert agent.gone_since is None or server.life in TAKES_PART, (
+                f"{id_} is {server.life.value}, needs no agent"
+            )
 
     def begin_term(self) -> None:
         """Forget for how long the load has been high or low, what servers cost, and which one is being released.
@@ -212,6 +280,8 @@ class Fleet:
         Another balancer was at work: the plan says what it has begun.
         """
         self._looked_at = self._high_since = self._low_since = None
+        for server in self._servers.values():
+            server.agent.gone_since = None
         self._adopts = True
 
     # Answers of the provisioner.
@@ -225,13 +295,21 @@ class Fleet:
             self.counters["servers_started"] += 1
             self._enter(server, Life.JOINING, now)
             server.url = url
+        elif server.agent.is_asked and url != server.url:
+            self._fail_agent(server, f"the provisioner has {id_} at {url}, and the plan has it at {server.url}", now)
+        elif server.agent.is_asked:
+            server.agent.answer(now + self.options.join_timeout_s if server.life in TAKES_PART else None)
 
     def on_start_failed(self, id_: str, reason: str, now: float) -> None:
         """Note that a server cannot be started. It is tried again later."""
         server = self._servers.get(id_)
-        if server is not None and server.life is Life.STARTING:
+        if server is None:
+            return
+        if server.life is Life.STARTING:
             server.expires_at = None
             self._fail_start(f"{id_} cannot be started: {reason}", now)
+        elif server.agent.is_asked:
+            self._fail_agent(server, reason, now)
 
     def on_freed(self, id_: str) -> None:
         """Note that a server has been stopped, or that the provisioner does not know it."""
@@ -286,7 +364,7 @@ class Fleet:
         self._expire(view, now)
         self._grow(view, now)
         self._release(view, now)
-        return list(self._requests(view, now))
+        return [*self._requests(view, now), *self._start_again(view, now)]
 
     def _count(self, view: FleetView, now: float) -> None:
         """Add up server-seconds."""
@@ -303,8 +381,8 @@ class Fleet:
             server = self._servers.get(id_)
             if server is None:
                 if member.provisioned:  # a balancer before this one has added it
-                    self._servers[id_] = _Server(_adopted(member), now, asked=True)
-            elif self._adopts and server.life in (Life.ACTIVE, Life.DRAINING):
+                    self._servers[id_] = _Server(_adopted(member), now, member.url, asked=True)
+            elif self._adopts and server.life in TAKES_PART:
                 if server.life is not _adopted(member):
                     self._enter(server, _adopted(member), now)
             elif server.life is Life.JOINING and member.load_ratio is not None:
@@ -314,14 +392,19 @@ class Fleet:
                 self._enter(server, Life.ACTIVE, now)  # an administrator has decided otherwise
         self._adopts = False
         for id_, server in self._servers.items():
-            if server.life in (Life.ACTIVE, Life.DRAINING) and id_ not in view.members:
+            if server.life in TAKES_PART and id_ not in view.members:
                 self._enter(server, Life.GONE, now)
+            served = view.members[id_] if server.life in TAKES_PART else None
+            server.agent.follow(served, now, self.options.retry_s_max)
 
     def _expire(self, view: FleetView, now: float) -> None:
         """Give up waiting for answers, and servers that do not report."""
         no_answer = f"the provisioner has not answered for {self.options.answer_timeout_s:g} s"
         patience_s = self.options.join_timeout_s
         for id_, server in self._servers.items():
+            if server.agent.expires_at is not None and now >= server.agent.expires_at:
+                silent = f"the provisioner has started it, but it does not report after {patience_s:g} s"
+                self._fail_agent(server, no_answer if server.agent.is_asked else silent, now)
             if server.expires_at is not None and now >= server.expires_at:
                 if server.life is Life.STARTING:
                     self.on_start_failed(id_, no_answer, now)
@@ -357,12 +440,23 @@ class Fleet:
         server.retry_at = now + self._backoff_s(server.failures)
         server.failures += 1
 
+    def _fail_agent(self, server: _Server, reason: str, now: float) -> None:
+        """Note that an agent cannot be started. Nobody minds if it is there by now, or if its server is given up."""
+        agent = server.agent
+        agent.answer(None)
+        if agent.gone_since is not None:
+            self.counters["provisioner_failures"] += 1
+            agent.problem = f"{AGENT_GONE}, and cannot be started again: {reason}"
+            agent.retry_at = now + self._backoff_s(agent.requests - 1)
+
     def _backoff_s(self, failures: int) -> float:
         return min(self.options.retry_s * 2.0 ** min(failures, 60), self.options.retry_s_max)
 
     def _enter(self, server: _Server, life: Life, now: float) -> None:
         server.life, server.since = life, now
         server.failures, server.retry_at, server.problem, server.expires_at = 0, -math.inf, "", None
+        if life not in TAKES_PART:
+            server.agent.gone_since, server.agent.problem = None, ""
 
     # Growing.
 
@@ -481,12 +575,28 @@ class Fleet:
                 case Life.GONE if id_ in view.members:
                     server.retry_at = now + CHANGE_RETRY_S
                     yield RemoveServer(id_)
+                case Life.GONE if server.agent.is_asked:
+                    pass  # what is being started would run on
                 case Life.GONE if id_ not in view.leaving and freeing < FREED_AT_ONCE_MAX:
                     freeing += 1
                     server.expires_at = now + self.options.answer_timeout_s
                     yield FreeServer(id_)
                 case _:
                     pass
+
+    def _start_again(self, view: FleetView, now: float) -> Iterator[FleetAction]:
+        """Ask for the servers again that need the agent which they have lost."""
+        for id_, server in self._servers.items():
+            agent = server.agent
+            if agent.gone_since is None or now - agent.gone_since < AGENT_GONE_S:
+                continue
+            member = view.members[id_]
+            if agent.expires_at is None and now >= agent.retry_at and not (member.drained and member.unused):
+                self.counters["agents_started_again"] += 1
+                agent.is_asked, agent.expires_at = True, now + self.options.answer_timeout_s
+                agent.retry_at = now + self._backoff_s(agent.requests)
+                agent.requests += 1
+                yield StartServer(id_, AGENT_GONE)
 
     def _in(self, *lives: Life) -> Iterator[str]:
         return (id_ for id_, server in self._servers.items() if server.life in lives)

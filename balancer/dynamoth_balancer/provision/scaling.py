@@ -17,6 +17,7 @@ from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.events import InnerAction, ListServers, Note, ProvisionerAnswered
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.installer import Installer
+from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.orders import Order
 from dynamoth_balancer.provision.fleet import (
@@ -42,7 +43,8 @@ class Scaling:
     Args:
         options: of the fleet.
         look_s: time between two looks at the cluster.
-        agents: says whose reports are heard.
+        agents: says whose reports are heard, and which are gone.
+        listeners: says which servers do not answer.
         model: has the load of each server.
         decider: has found where another server is needed.
         membership: changes the list of servers.
@@ -54,6 +56,7 @@ class Scaling:
         options: FleetOptions,
         look_s: float,
         agents: Agents,
+        listeners: Listeners,
         model: ClusterModel,
         decider: Decider,
         membership: Membership,
@@ -61,6 +64,7 @@ class Scaling:
         self.fleet = Fleet(options)
         self._look_s = look_s
         self._agents = agents
+        self._listeners = listeners
         self._model = model
         self._decider = decider
         self._membership = membership
@@ -151,6 +155,9 @@ class Scaling:
 
     def _carry_out(self, request: FleetAction, now: float) -> list[InnerAction]:
         match request:
+            case StartServer(id_, reason) if reason:
+                text = "the provisioner is asked to start a server again"
+                return [Note("warning", text, {"server": id_, "reason": reason}), request]
             case StartServer() | FreeServer():
                 return [request]
             case AddServer(id_, url):
@@ -201,6 +208,8 @@ class Scaling:
         load = self._model.load(id_, now) if self._agents.is_alive(id_, now) else None
         return Member(
             load_ratio=None if load is None else load.load_ratio,
+            url=plan.servers[id_].url,
+            agent_gone=self._agents.is_gone(id_, now) and not self._listeners.is_unanswered(id_, now),
             capacity=1.0 if load is None else load.outgoing_bytes_per_s_max,
             provisioned=id_ in administration.provisioned,
             releasing=id_ == administration.releasing,

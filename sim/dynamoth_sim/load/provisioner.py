@@ -71,7 +71,9 @@ class Provisioner:
         cluster = self._cluster
         match request:
             case StartServer(id_):
-                if id_ not in self.running:
+                if id_ in self.running:
+                    cluster.start_what_is_missing(id_, has_agent=manner is not Manner.HALF)
+                else:
                     self.running[id_] = None
                     cluster.provision(id_, is_up=manner is not Manner.LIES, has_agent=manner is not Manner.HALF)
                 return ProvisionerAnswered(request, url=cluster.servers[id_].url)

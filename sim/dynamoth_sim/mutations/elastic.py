@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from dynamoth_balancer.decide import relieve
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, ServerLoad, busiest_first
 from dynamoth_balancer.decide.release import Release
+from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.provision import fleet
-from dynamoth_balancer.provision.fleet import Fleet, FleetAction, FleetView, FreeServer, Life
+from dynamoth_balancer.provision.fleet import Fleet, FleetAction, FleetView, FreeServer, Life, Member
+from dynamoth_balancer.provision.scaling import Scaling
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 
@@ -101,6 +104,27 @@ def releases_are_forgotten() -> AbstractContextManager[None]:
     return replaced(fleet, _adopted=returning(Life.ACTIVE))
 
 
+def agents_stay_away() -> AbstractContextManager[None]:
+    """A server whose agent dies is not started again."""
+    return replaced(Fleet, _start_again=no_actions)
+
+
+def dead_servers_are_started_again() -> AbstractContextManager[None]:
+    """The provisioner is asked to start every server again that is not heard."""
+    member = Scaling.__dict__["_member"]
+
+    def blamed(self: Scaling, *arguments: Any) -> Member:
+        seen: Member = member(self, *arguments)
+        return replace(seen, agent_gone=seen.load_ratio is None)
+
+    return replaced(Scaling, _member=blamed)
+
+
+def late_answers_are_believed() -> AbstractContextManager[None]:
+    """What a server has said counts also when it answers no more."""
+    return replaced(Listeners, is_unanswered=returning(False))
+
+
 CHECKS: tuple[Check, ...] = (
     Check("110-grow-and-shrink", never_grows, "expected"),
     Check("110-grow-and-shrink", nothing_leaves, "expected"),
@@ -114,6 +138,11 @@ CHECKS: tuple[Check, ...] = (
     Check("117-successor-releases", unmarked, "expected"),
     Check("118-dies-while-joining", never_gives_up, "expected"),
     Check("119-successor-goes-on", releases_are_forgotten, "expected"),
+    Check("131-agent-dies-later", agents_stay_away, "expected"),
+    Check("131-agent-dies-later", no_backoff, "expected"),
+    Check("131-agent-dies-later", unmarked, "expected"),
+    Check("132-server-dies-later", dead_servers_are_started_again, "expected"),
+    Check("132-server-hangs-later", late_answers_are_believed, "expected"),
     Check("74-short-of-cpu", only_bytes_count, "expected"),
     Check("74-short-of-cpu", largest_first, "expected"),
     Check("74-short-of-cpu", full_servers_are_filled, "expected"),

@@ -6,12 +6,14 @@ See ``scenarios`` for the words; ``mutations`` has what must make each of them f
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dynamoth.plan.plan import Plan, single
 from dynamoth_balancer.machine import BalancerMachine
-from dynamoth_balancer.provision.fleet import Life, StartServer
+from dynamoth_balancer.provision.fleet import AGENT_GONE, AGENT_GONE_S, Life, StartServer
 from dynamoth_balancer.provision.options import FleetOptions
 from dynamoth_sim.load.clients import PublisherApp
 from dynamoth_sim.load.provisioner import Manner
@@ -275,8 +277,93 @@ def dies_while_joining(stage: Stage) -> None:
     stage.expect("the dead one has left the plan", dead not in _plan(stage).servers)
 
 
+def _problems(stage: Stage) -> str:
+    """Return the problems that the balancer shows."""
+    balancer = stage.cluster.balancer.machine
+    assert isinstance(balancer, BalancerMachine)
+    return "; ".join(f"{problem.subject}: {problem.reason}" for problem in balancer.health.problems)
+
+
+def _started_again(stage: Stage, server: str) -> int:
+    """Return how often the provisioner was asked to start a server again whose agent was gone."""
+    return [request for _, request in stage.cluster.provisioner.requests].count(StartServer(server, AGENT_GONE))
+
+
+def _run_id(stage: Stage, server: str) -> str:
+    """Return which run of Redis a server is."""
+    return stage.cluster.servers[server].run_id
+
+
+AGENT_TROUBLE_S = 5.0
+"""So long the provisioner fails: without longer and longer pauses it would be asked 11 times."""
+
+
+def agent_dies_later(stage: Stage) -> None:
+    """Case 131. The agent of a server that takes part dies: the provisioner starts it again, whichever balancer leads.
+
+    It may fail at first: that is reported, and it is asked again, not too often. Then channels can leave that server.
+    """
+    load, server = _grown(stage)
+    agent, provisioner, run_id = stage.cluster.agents[server], stage.cluster.provisioner, _run_id(stage, server)
+    for is_new_leader, manner in ((False, Manner.WORKS), (True, Manner.WORKS), (False, Manner.FAILS)):
+        asked = _started_again(stage, server)
+        provisioner.manner = manner
+        agent.crash()
+        if is_new_leader:
+            stage.cluster.restart_balancer()
+        if manner is Manner.FAILS:
+            load.until("the failure is reported", lambda: f"{server}: its agent is gone" in _problems(stage), GROW_S)
+            load.run(AGENT_TROUBLE_S)
+            again = _started_again(stage, server) - asked
+            stage.expect(f"it is asked again, and not too often: {again} times", 2 <= again <= ASKED_MAX)
+            provisioner.manner = Manner.WORKS
+        load.until(f"the agent of {server} runs again", lambda: agent.alive, GROW_S)
+        load.until("no problem is left", lambda: not _problems(stage), GROW_S)
+        if manner is Manner.WORKS:
+            again = _started_again(stage, server) - asked
+            stage.expect(f"the provisioner is asked once, not {again} times", again == 1)
+    load.bytes = LIGHT_BYTES
+    load.until(f"{server} is freed", lambda: server in stage.cluster.gone, 2 * SHRINK_S)
+    stage.expect("its Redis server was never restarted", _run_id(stage, server) == run_id)
+
+
+def server_dies_later(hangs: bool, stage: Stage) -> None:
+    """Case 132. A server dies, or hangs, soon after its agent: it is not started again, as others take what it has."""
+    load, server = _grown(stage)
+    stage.cluster.agents[server].crash()
+    load.run(AGENT_GONE_S / 2)
+    with ExitStack() as stack:
+        if hangs:
+            stack.enter_context(stage.held("balancer", server, to_server=True))
+        else:
+            stage.cluster.servers[server].stop("it dies")
+        load.until(f"{server} is freed", lambda: server in stage.cluster.gone, 2 * SHRINK_S)
+    again = _started_again(stage, server)
+    stage.expect(f"{server} is not started again, but {again} times", not again)
+
+
 PATIENT = replace(FLEET, release_delay_s=4.0)
 """A balancer that has forgotten a release begins it anew after this time."""
+
+WITHOUT_LOSSES: dict[str, Callable[[Stage], None]] = {
+    "110-grow-and-shrink": grow_and_shrink,
+    "111-release-abandoned": release_abandoned,
+    "112-provisioner-fails": provisioner_fails,
+    "113-provisioner-hangs": provisioner_hangs,
+    "114-provisioner-lies": provisioner_lies,
+    "115-server-without-agent": without_agent,
+    "116-balancer-dies-in-between": balancer_dies_in_between,
+    "117-successor-releases": successor_releases,
+    "118-dies-while-joining": dies_while_joining,
+    "119-successor-goes-on": successor_goes_on,
+}
+
+WITH_LOSSES: dict[str, Callable[[Stage], None]] = {
+    "131-agent-dies-later": agent_dies_later,
+    "132-server-dies-later": partial(server_dies_later, False),
+    "132-server-hangs-later": partial(server_dies_later, True),
+}
+"""Here a server or an agent dies while it carries channels."""
 
 SCENARIOS: dict[str, Scenario] = {
     "74-short-of-cpu": Scenario(short_of_cpu, cpu_ratio_max=CPU_RATIO_MAX),
@@ -287,18 +374,8 @@ SCENARIOS: dict[str, Scenario] = {
             outgoing_bytes_per_s_max=CAPACITY_BYTES_PER_S,
             fleet=PATIENT if play is successor_goes_on else FLEET,
             report_interval_s=0.2,
+            losses_allowed=name in WITH_LOSSES,
         )
-        for name, play in {
-            "110-grow-and-shrink": grow_and_shrink,
-            "111-release-abandoned": release_abandoned,
-            "112-provisioner-fails": provisioner_fails,
-            "113-provisioner-hangs": provisioner_hangs,
-            "114-provisioner-lies": provisioner_lies,
-            "115-server-without-agent": without_agent,
-            "116-balancer-dies-in-between": balancer_dies_in_between,
-            "117-successor-releases": successor_releases,
-            "118-dies-while-joining": dies_while_joining,
-            "119-successor-goes-on": successor_goes_on,
-        }.items()
+        for name, play in {**WITHOUT_LOSSES, **WITH_LOSSES}.items()
     },
 }
