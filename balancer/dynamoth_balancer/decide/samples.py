@@ -101,7 +101,8 @@ class Window:
         """Remove the load of some channels from all samples."""
         for sample in self.samples:
             sample.strip(channels)
-        self._sums = None
+        if self._sums is not None:
+            self._sums.update((channel, ChannelSum()) for channel in channels.keys() & self._sums.keys())
 
     def check(self) -> None:
         """Assert that the sums are those of the samples."""
