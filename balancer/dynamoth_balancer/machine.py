@@ -159,8 +159,7 @@ class BalancerMachine:
             self._quorum,
             self._agents,
             self._model,
-            self.options.transitions_max,
-            self.options.agent_stale_s,
+            self.options,
             self.counters,
             self._change,
         )
@@ -504,6 +503,8 @@ class BalancerMachine:
             actions += self._admin.tick(now)
             if (installer := self.leadership.at_work) is not None:
                 actions += self._repair.tick(installer, now)
+                if self._repair.goes_on:
+                    self._tick_at = now
                 actions += installer.tick(now)
                 actions += self.membership.tick(now)
                 actions += self._decide(installer, now)

@@ -17,7 +17,7 @@ import enum
 import zlib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -534,4 +534,4 @@ class PlanDelta:
 
 def _latest(values: Iterable[T | None]) -> T | None:
     """Return the last value that is not None, if there is one."""
-    return reduce(lambda before, value: before if value is None else value, values, None)
+    return next((value for value in reversed(list(values)) if value is not None), None)

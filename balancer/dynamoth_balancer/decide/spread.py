@@ -63,7 +63,7 @@ def _give(cluster: Cluster, source: ServerLoad, target: ServerLoad, number: int,
     moves: list[Move] = []
     reason = f"{target.id} has {cluster.slots_with(target.id)} slots, and its share by size is {share} of {SLOTS}"
     for load in sorted(cluster.slots.get(source.id, ())):
-        if len(moves) >= number:
+        if len(moves) >= number or cluster.is_step_full:
             break
         move = cluster.move(load, source, target, reason)
         if _fits(cluster, move) and cluster.take(move):
@@ -74,8 +74,10 @@ def _give(cluster: Cluster, source: ServerLoad, target: ServerLoad, number: int,
 def give_slots(cluster: Cluster, source: ServerLoad, loads: Iterable[ChannelRate], reason: str) -> list[Move]:
     """Propose to move all slots among ``loads`` away from a server, each to the one with fewest for its size."""
     moves: list[Move] = []
+    others = [server for server in cluster.targets if server.id != source.id]
     for load in busiest_first(load for load in loads if is_slot(load.channel)):
-        others = [server for server in cluster.targets if server.id != source.id]
+        if cluster.is_step_full:
+            break
         others.sort(key=lambda each: (cluster.slots_with(each.id) / each.outgoing_bytes_per_s_max, each.id))
         for target in others:
             move = cluster.move(load, source, target, reason)

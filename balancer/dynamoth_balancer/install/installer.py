@@ -492,6 +492,9 @@ class Installer:
                 is_complete[needs] = next(self.waiting_for(transition, now), None) is None
             if is_complete[needs]:
                 changed[channel] = _next_phase(transition.entry)
+            if len(changed) >= self._options.changes_per_event_max:
+                self._due = True  # for the others
+                break
         if not changed:
             return []
         self._advance_at = now + self._options.step_interval_s

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from dynamoth.errors import RequestRefused
@@ -12,6 +13,7 @@ from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.takeover import Takeover
+from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim.mutations.mutation import Check, replaced, returning
 
 
@@ -53,6 +55,22 @@ def status_of_an_earlier_term() -> AbstractContextManager[None]:
     return replaced(Overview, server_status=describe)
 
 
+@contextmanager
+def requests_do_not_wait_for_the_list() -> Generator[None]:
+    """A request is handled though not all parts know the servers that an earlier one has put into the plan.
+
+    The balancer would crash, as it describes a server that has left, so it describes that one as nothing.
+    """
+    server_status = Overview.server_status
+
+    def describe(self: Overview, server: str, now: float) -> dict[str, Any]:
+        plan = self.leadership.plan
+        return {} if plan is None or server not in plan.servers else server_status(self, server, now)
+
+    with replaced(BalancerMachine, _knows_servers=True), replaced(Overview, server_status=describe):
+        yield
+
+
 CHECKS: tuple[Check, ...] = (
     Check("100-add-under-load", no_lease_at_new_servers, "expected"),
     Check("101-remove-under-load", no_last_copy, "expected"),
@@ -61,4 +79,5 @@ CHECKS: tuple[Check, ...] = (
     Check("104-split-while-adding", any_list_can_change, "expected"),
     Check("105-former-list", stored_lists_are_ignored, "expected"),
     Check("126-former-leader", status_of_an_earlier_term, "expected"),
+    Check("133-asked-together", requests_do_not_wait_for_the_list, "expected"),
 )

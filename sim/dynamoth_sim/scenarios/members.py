@@ -218,6 +218,25 @@ def former_leader(stage: Stage) -> None:
     stage.expect_gaps(0, channel)
 
 
+def asked_together(stage: Stage) -> None:
+    """Case 133. While the balancer stands still for a moment, a server is to be removed, and the status is asked for.
+
+    The balancer gets both requests in one read. It answers both, and the status is without the server that has left.
+    """
+    channel = stage.channel_with_subscriber("s2")
+    publisher = stage.publisher("P", channel)
+    cluster = stage.cluster
+    _drain(stage, publisher, "s1")
+    cluster.balancer.pause()
+    removal, status = cluster.change_server("remove", "s1"), cluster.ask("status", {})
+    _publish(stage, publisher, DOWN_S)
+    cluster.balancer.resume()
+    _until(stage, publisher, "both are answered", lambda: cluster.is_done(removal) and cluster.is_done(status))
+    listed = set(cluster.results[status]["servers"])
+    stage.expect(f"the status has the servers of the plan: {sorted(listed)}", listed == {"s2", "s3"})
+    stage.expect_gaps(0, channel)
+
+
 # What an operator does, while P publishes.
 
 
@@ -337,4 +356,5 @@ SCENARIOS: dict[str, Scenario] = {
     "104-split-while-adding": Scenario(split_while_adding),
     "105-former-list": Scenario(former_list),
     "126-former-leader": Scenario(former_leader),
+    "133-asked-together": Scenario(asked_together),
 }
