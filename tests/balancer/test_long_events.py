@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 from dynamoth.plan.plan import Plan, Server, single
 from dynamoth.plan.slots import slot_name
+from dynamoth_balancer.decide import samples
+from dynamoth_balancer.decide.tidy import SilentChannels
 from dynamoth_balancer.events import PlanChanged
 from dynamoth_balancer.install.book import HISTORY_ENTRIES_MAX, HISTORY_MAX, PlanBook
 from dynamoth_balancer.install.installer import Installer, Transition
@@ -73,6 +75,21 @@ def test_slots_that_need_the_same_are_looked_at_once() -> None:
         cluster.run_until(lambda: cluster.is_quiet(balancer))
     assert slots > 500
     assert len(looks) < slots / 5, "a look at one of each kind, each time that something has happened"
+
+
+def test_looking_for_silent_channels_adds_up_no_reports() -> None:
+    cluster, balancer = started(3, replace(OPTIONS, averaging_s=3.0))
+    channels = balancer.at_home("s1", 2)
+    for channel in channels:
+        assert cluster.ask("move", {"channel": channel, "to": "s2"}).error is None
+    cluster.follow[channels[0]] = 1000
+    cluster.run(10.0)
+    with patch.object(samples, "_sums", side_effect=AssertionError("the reports of a server are added up")):
+        model, plan = balancer.machine.overview.model, balancer.plan
+        looked = SilentChannels(silent_s=1.0)
+        for second in range(5):
+            looked.look(plan, model.is_busy, float(second))
+        assert [stray.rate.channel for stray in looked.returning(plan, 5.0)] == channels[1:]
 
 
 def test_a_server_that_is_many_versions_behind_gets_a_change() -> None:

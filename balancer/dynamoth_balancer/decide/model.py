@@ -378,8 +378,7 @@ class ClusterModel:
         model = self._servers.get(server)
         if model is None:
             return False
-        known = model.window.sums.get(channel)
-        return channel in model.attributed or (known is not None and (known.outgoing_bytes or known.cpu_s) > 0)
+        return channel in model.attributed or model.window.shows(channel)
 
     def samples(self, server: str) -> int:
         """Return how many reports are in the average of a server."""
