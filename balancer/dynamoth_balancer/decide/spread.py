@@ -27,7 +27,7 @@ class Spread:
     name = "spread"
 
     def __init__(self) -> None:
-        #: The servers that get slots: until they have their share.
+        #: The servers that get slots: until they have their share, or are to leave. One may be away for a while.
         self._growing: set[str] = set()
 
     def propose(self, cluster: Cluster) -> list[Move]:
@@ -41,11 +41,11 @@ class Spread:
                 self._growing.add(id_)
             elif has >= END_RATIO * share:
                 self._growing.discard(id_)
-        self._growing &= targets.keys()
+        self._growing -= cluster.leaving
         if cluster.moves:
             return []
         moves: list[Move] = []
-        for id_ in sorted(self._growing):
+        for id_ in sorted(self._growing & targets.keys()):
             givers = sorted(targets.keys() - self._growing, key=lambda each: cluster.slots_with(each) / shares[each])
             for giver in reversed(givers):
                 wanted = int(shares[id_]) - cluster.slots_with(id_)

@@ -9,6 +9,8 @@ from typing import Any
 from dynamoth.errors import RequestRefused
 from dynamoth_balancer.admin.overview import Overview
 from dynamoth_balancer.admin.status import describe_server
+from dynamoth_balancer.decide.cluster import Cluster, Move
+from dynamoth_balancer.decide.spread import Spread
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.membership import Membership
@@ -71,6 +73,17 @@ def requests_do_not_wait_for_the_list() -> Generator[None]:
         yield
 
 
+def servers_that_are_away_are_forgotten() -> AbstractContextManager[None]:
+    """A server that cannot take part when the goals are asked gets no more slots, if it has a quarter of its share."""
+    propose = Spread.propose
+
+    def forget(self: Spread, cluster: Cluster) -> list[Move]:
+        self._growing.intersection_update(server.id for server in cluster.targets)
+        return propose(self, cluster)
+
+    return replaced(Spread, propose=forget)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("100-add-under-load", no_lease_at_new_servers, "expected"),
     Check("101-remove-under-load", no_last_copy, "expected"),
@@ -80,4 +93,5 @@ CHECKS: tuple[Check, ...] = (
     Check("105-former-list", stored_lists_are_ignored, "expected"),
     Check("126-former-leader", status_of_an_earlier_term, "expected"),
     Check("133-asked-together", requests_do_not_wait_for_the_list, "expected"),
+    Check("134-away-while-growing", servers_that_are_away_are_forgotten, "expected"),
 )

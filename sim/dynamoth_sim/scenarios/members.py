@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from dynamoth.plan.plan import Phase
+from dynamoth.plan.slots import SLOTS, slot_name
 from dynamoth_agent.machine import AgentMachine
+from dynamoth_balancer.decide.spread import BEGIN_RATIO, END_RATIO
 from dynamoth_balancer.install.contention import HEADERS_INTERVAL_S
 from dynamoth_balancer.install.leadership import Stage as BalancerStage
 from dynamoth_balancer.machine import BalancerMachine
@@ -237,6 +240,28 @@ def asked_together(stage: Stage) -> None:
     stage.expect_gaps(0, channel)
 
 
+def away_while_growing(stage: Stage) -> None:
+    """Case 134. A server is added, and its agent stands still when the server has got the first part of its slots.
+
+    When the agent goes on, the server gets the rest of its share.
+    """
+    channel = stage.channel_with_subscriber("s1")
+    stage.move(channel, "s2")
+    publisher = stage.publisher("P", channel)
+    added = stage.add_server()
+    share = SLOTS / len(stage.cluster.present)
+    what = f"{added} has got the first of its slots"
+    _until(stage, publisher, what, lambda: _slots_settled(stage, added) >= BEGIN_RATIO * share)
+    agent = stage.cluster.agents[added]
+    agent.pause()
+    _publish(stage, publisher, 2 * stage.cluster.options.balancer.agent_stale_s)
+    slots = _slots_settled(stage, added)
+    stage.expect(f"it has not got its share yet: {slots} slots", slots < END_RATIO * share)
+    agent.resume()
+    _until(stage, publisher, f"{added} has its share", lambda: _slots_settled(stage, added) >= END_RATIO * share)
+    stage.expect_gaps(0, channel)
+
+
 # What an operator does, while P publishes.
 
 
@@ -330,6 +355,14 @@ def _stored_list(stage: Stage, server: str) -> Collection[str]:
     return plan.servers.keys()
 
 
+def _slots_settled(stage: Stage, server: str) -> int:
+    """Return how many slots are at a server, and do not move."""
+    plan = stage.cluster.newest_plan()
+    assert plan is not None, "some server stores a plan"
+    entries = [plan.entry(slot_name(slot)) for slot in range(SLOTS)]
+    return sum(entry.phase is Phase.SETTLED and server in entry.route.assignment.servers for entry in entries)
+
+
 def _leads(process: Process) -> bool:
     return isinstance(process.machine, BalancerMachine) and process.machine.stage is BalancerStage.LEADING
 
@@ -357,4 +390,5 @@ SCENARIOS: dict[str, Scenario] = {
     "105-former-list": Scenario(former_list),
     "126-former-leader": Scenario(former_leader),
     "133-asked-together": Scenario(asked_together),
+    "134-away-while-growing": Scenario(away_while_growing),
 }
