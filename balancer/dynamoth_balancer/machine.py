@@ -52,6 +52,7 @@ from dynamoth_balancer.admin.records import Records
 from dynamoth_balancer.admin.status import (
     plan_page,
 )
+from dynamoth_balancer.admin.waiting import PER_EVENT_MAX, WaitingRequests
 from dynamoth_balancer.decide.cluster import Move
 from dynamoth_balancer.decide.decider import Decider, is_replicated
 from dynamoth_balancer.decide.drain import Drain, DrainSlots
@@ -158,8 +159,7 @@ class BalancerMachine:
             self._quorum,
             self._agents,
             self._model,
-            self.options.transitions_max,
-            self.options.agent_stale_s,
+            self.options,
             self.counters,
             self._change,
         )
@@ -237,6 +237,7 @@ class BalancerMachine:
             self._records.on_pause,
             self.counters,
         )
+        self._waiting_requests = WaitingRequests(self.counters)
         self._tick_at: float | None = None
 
     @property
@@ -287,7 +288,9 @@ class BalancerMachine:
         if self._tick_at is None or self.stage is Stage.STOPPED:
             return None
         installer = self.leadership.at_work
-        return earliest(self._tick_at, None if installer is None else installer.deadline())
+        return earliest(
+            self._tick_at, self._waiting_requests.since, None if installer is None else installer.deadline()
+        )
 
     def check(self) -> None:
         """Assert the invariants between the parts, after each event."""
@@ -502,6 +505,8 @@ class BalancerMachine:
             actions += self._admin.tick(now)
             if (installer := self.leadership.at_work) is not None:
                 actions += self._repair.tick(installer, now)
+                if self._repair.goes_on:
+                    self._tick_at = now
                 actions += installer.tick(now)
                 actions += self.membership.tick(now)
                 actions += self._decide(installer, now)
@@ -510,14 +515,15 @@ class BalancerMachine:
                 self._records.tick(now)
             actions += self._look_after_health(now)
             actions += self._scale(now)
-        elif (installer := self.leadership.at_work) is not None:
+        actions += self._handle_requests(now)
+        if (installer := self.leadership.at_work) is not None:
             actions += installer.advance(now)
         return actions
 
     def _scale(self, now: float) -> list[InnerAction]:
         """Add and free servers. Comes last, as the list of servers that the other parts know follows it."""
         installer = self.leadership.at_work
-        if self.scaling is None or installer is None or installer.plan.servers.keys() != self._servers.listed.keys():
+        if self.scaling is None or installer is None or not self._knows_servers:
             return []
         return self.scaling.tick(installer, now)
 
@@ -530,32 +536,48 @@ class BalancerMachine:
     def _on_pushes(self, server: str, messages: Sequence[Sequence[Any]], now: float) -> list[InnerAction]:
         actions: list[InnerAction] = []
         for message in messages:
-            if server not in self._servers.listed:
-                if message[0] == b"message" and message[1] == OPERATOR_CHANNEL:  # it is leaving
-                    actions += self._on_operator_message(server, message[2], now)
+            if message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
+                self._on_operator_message(server, message[2], now)
+            elif server not in self._servers.listed:
+                continue  # it is leaving
             elif message[0] == b"message" and message[1] == BALANCER_CHANNEL:
                 actions += self._hearing.on_message(server, message[2], self.leadership.in_term, now)
-            elif message[0] == b"message" and message[1] == OPERATOR_CHANNEL:
-                actions += self._on_operator_message(server, message[2], now)
             elif message[0] == b"subscribe":
                 self._servers.on_subscribed(server)
+        actions += self._handle_requests(now)
         if (installer := self.leadership.at_work) is not None:
             actions += installer.advance(now)
         return actions
 
-    def _on_operator_message(self, server: str, data: bytes, now: float) -> list[InnerAction]:
-        """Handle a request of an operator."""
+    def _on_operator_message(self, server: str, data: bytes, now: float) -> None:
+        """Let a request of an operator wait for its turn."""
         try:
             message = unpack_control(data)
         except MalformedMessage:
             self.counters["malformed"] += 1
-            return []
-        if not isinstance(message, AdminRequest):
+            return
+        if isinstance(message, AdminRequest):
+            self._waiting_requests.put(server, message, now)
+        else:
             self.counters["unexpected"] += 1
-            return []
-        if self.leadership.at_work is None and message.command != "status":
-            return []  # the administrator repeats it: perhaps we lead by then, or another balancer does
-        return self._admin.handle(server, message, now)
+
+    def _handle_requests(self, now: float) -> list[InnerAction]:
+        """Handle the requests whose turn it is. The other parts follow a new list of servers before the next one."""
+        actions: list[InnerAction] = []
+        for _ in range(PER_EVENT_MAX):
+            if self._waiting_requests.since is None or not self._knows_servers:
+                break
+            server, request = self._waiting_requests.take()
+            if self.leadership.at_work is not None or request.command == "status":
+                actions += self._admin.handle(server, request, now)
+            # else the administrator repeats it: perhaps we lead by then, or another balancer does
+        return actions
+
+    @property
+    def _knows_servers(self) -> bool:
+        """Whether all parts know the servers of the plan; they follow a new list at the end of an event."""
+        installer = self.leadership.at_work
+        return installer is None or installer.plan.servers.keys() == self._servers.listed.keys()
 
     # Changes.
 

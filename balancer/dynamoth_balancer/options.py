@@ -80,6 +80,12 @@ class BalancerOptions(PlanningSettings):
     step_interval_s: float = setting(
         0.02, "phases of transitions that become due within this time share a version of the plan", unit="s", minimum=0
     )
+    changes_per_event_max: int = setting(
+        600,
+        "most channels and slots that one event moves, activates or settles, so that the lease is renewed in between;"
+        " a plan moves up to moves_per_plan_max channels all the same",
+        minimum=1,
+    )
     virtual_nodes: int = setting(VIRTUAL_NODES, "points per server on the ring of a new cluster", minimum=1)
     plain_rest_s: float = setting(
         8.0, "a channel does not become plain for this time after a (possible) move", unit="s", minimum=0

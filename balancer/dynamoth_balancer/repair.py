@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import Protocol
 
 from dynamoth.errors import RequestRefused
@@ -22,6 +23,7 @@ from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.quorum import Quorum
+from dynamoth_balancer.options import BalancerOptions
 
 
 class Change(Protocol):
@@ -42,8 +44,7 @@ class Repair:
         quorum: which servers count.
         agents: the agents of all servers.
         model: the load of servers and channels.
-        transitions_max: how many channels may be in transition.
-        patience_s: how long a move waits for a server that refuses the plan.
+        options: those of the balancer.
         counters: those of the balancer.
         change: carries out a change.
 
@@ -55,8 +56,7 @@ class Repair:
         quorum: Quorum,
         agents: Agents,
         model: ClusterModel,
-        transitions_max: int,
-        patience_s: float,
+        options: BalancerOptions,
         counters: Counter[str],
         change: Change,
     ) -> None:
@@ -64,13 +64,15 @@ class Repair:
         self._quorum = quorum
         self._agents = agents
         self._model = model
-        self._transitions_max = transitions_max
-        self._patience_s = patience_s
+        self._options = options
         self._counters = counters
         self._change = change
+        #: Whether there is probably more to repair at once: the latest ``tick`` has changed as much as one event may.
+        self.goes_on = False
 
     def tick(self, installer: Installer, now: float) -> list[InnerAction]:
-        """Repair what can be repaired now."""
+        """Repair what can be repaired now, ``changes_per_event_max`` channels and slots of each kind at most."""
+        self.goes_on = False
         return [*self._note_dead(installer), *self._fail_over(installer, now), *self._roll_back(installer, now)]
 
     def _note_dead(self, installer: Installer) -> list[InnerAction]:
@@ -85,30 +87,38 @@ class Repair:
         """Give what dead servers have to others."""
         if not installer.dead or installer.rules_rest(now) > 0:
             return []
-        room = self._transitions_max - len(installer.transitions)
-        assignments = fail_over(installer, self._model, room, now)
+        room = self._options.transitions_max - len(installer.transitions)
+        assignments = fail_over(installer, self._model, room, self._options.changes_per_event_max, now)
         if not assignments:
             return []
         self._counters["failovers"] += len(assignments)
         reason = f"{', '.join(sorted(installer.dead))} cannot be reached"
-        try:
-            return self._change(assignments, reason, now, begin=installer.fail_over, goal=FAILOVER)
-        except RequestRefused as error:
-            return [Note("error", "nothing can be taken over", {"reason": str(error)})]
+        return self._carry_out(assignments, reason, now, installer.fail_over, FAILOVER, "nothing can be taken over")
 
     def _roll_back(self, installer: Installer, now: float) -> list[InnerAction]:
         """Undo the moves that wait for failed agents or for servers without room, and that no client has noticed."""
-        if assignments := stuck(installer, self._agents, now):
-            return self._undo(installer, assignments, "an agent that the move needs has failed", now)
-        if assignments := unstored(installer, self._patience_s, now):
-            return self._undo(installer, assignments, "a server that the move needs refuses to store the plan", now)
-        return []
-
-    def _undo(
-        self, installer: Installer, assignments: Mapping[bytes, Assignment], reason: str, now: float
-    ) -> list[InnerAction]:
+        undone, reason = stuck(installer, self._agents, now), "an agent that the move needs has failed"
+        if not undone:
+            undone = unstored(installer, self._options.agent_stale_s, now)
+            reason = "a server that the move needs refuses to store the plan"
+        if not undone:
+            return []
+        assignments = dict(islice(undone.items(), self._options.changes_per_event_max))
         self._counters["moves_rolled_back"] += len(assignments)
+        return self._carry_out(assignments, reason, now, installer.roll_back, ROLLBACK, "no move can be undone")
+
+    def _carry_out(
+        self,
+        assignments: Mapping[bytes, Assignment],
+        reason: str,
+        now: float,
+        begin: CarryOut,
+        goal: str,
+        refusal: str,
+    ) -> list[InnerAction]:
         try:
-            return self._change(assignments, reason, now, begin=installer.roll_back, goal=ROLLBACK)
+            actions = self._change(assignments, reason, now, begin=begin, goal=goal)
         except RequestRefused as error:
-            return [Note("error", "no move can be undone", {"reason": str(error)})]
+            return [Note("error", refusal, {"reason": str(error)})]
+        self.goes_on = self.goes_on or len(assignments) >= self._options.changes_per_event_max
+        return actions

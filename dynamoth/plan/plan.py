@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dynamoth.errors import PlanError
 from dynamoth.names import replica_channel
@@ -27,6 +27,8 @@ from dynamoth.plan.administration import NO_ADMINISTRATION, Administration
 from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility, CompatibilityRule
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
 from dynamoth.plan.slots import hash_of, is_slot, slot_of
+
+T = TypeVar("T")
 
 EPOCH_MAX = 2**32 - 1
 """Epochs and versions have 32 bits."""
@@ -517,13 +519,19 @@ class PlanDelta:
     servers: tuple[Server, ...] | None = None
     administration: Administration | None = None
 
-    def then(self, later: PlanDelta) -> PlanDelta:
-        """Return both changes as one; ``later`` begins at the version where this one ends."""
+    def then(self, *later: PlanDelta) -> PlanDelta:
+        """Return all changes as one; each of ``later`` begins at the version where the one before it ends."""
+        steps = (self, *later)
         return PlanDelta(
             self.base,
-            later.version,
-            {**self.entries, **later.entries},
-            self.compatibility if later.compatibility is None else later.compatibility,
-            self.servers if later.servers is None else later.servers,
-            self.administration if later.administration is None else later.administration,
+            steps[-1].version,
+            {channel: entry for step in steps for channel, entry in step.entries.items()},
+            _latest(step.compatibility for step in steps),
+            _latest(step.servers for step in steps),
+            _latest(step.administration for step in steps),
         )
+
+
+def _latest(values: Iterable[T | None]) -> T | None:
+    """Return the last value that is not None, if there is one."""
+    return next((value for value in reversed(list(values)) if value is not None), None)

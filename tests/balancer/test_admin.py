@@ -199,6 +199,7 @@ def test_answers_that_are_remembered_are_bounded() -> None:
     cluster, balancer = started(1, BalancerOptions(requests_max=3))
     for request in range(10):
         cluster.admin("s1", "status", request=request)
+    cluster.run()
     for request in (0, 9):
         cluster.admin("s1", "status", request=request)
     cluster.run()

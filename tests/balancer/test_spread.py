@@ -15,7 +15,7 @@ from dynamoth.plan.slots import SLOTS, slot_name
 from dynamoth_balancer.decide.cluster import ChannelRate, Cluster, Decision, Goal, ServerLoad, decide
 from dynamoth_balancer.decide.drain import DrainSlots
 from dynamoth_balancer.decide.relieve import STUCK, Relieve, RelieveSlots
-from dynamoth_balancer.decide.spread import BEGIN_RATIO, Spread
+from dynamoth_balancer.decide.spread import BEGIN_RATIO, END_RATIO, Spread
 from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import started
@@ -176,6 +176,18 @@ def test_channels_come_before_slots() -> None:
     cluster.channels = {"s1": busy, "s2": []}.__getitem__
     cluster.movable = every
     assert [move.channel for move in decide([Relieve(), RelieveSlots()], cluster).moves] == [b"b"]
+
+
+def test_a_server_that_cannot_take_part_for_a_while_gets_the_rest_of_its_share_later() -> None:
+    slots, spread = Slots({"s1": 1.0, "s2": 1.0}, ["s1"] * SLOTS), Spread()
+    assert slots.step(spread).moves
+    while slots.count()["s2"] < 2 * BEGIN_RATIO * SLOTS / 2:
+        assert slots.step(spread).moves, "it gets more"
+    away = slots.cluster()
+    del away.servers["s2"]
+    assert not decide([spread], away).moves
+    slots.settle(spread)
+    assert slots.count()["s2"] > END_RATIO * SLOTS / 2 - 1
 
 
 def test_steps_follow_each_other_without_the_pause_between_two_plans() -> None:

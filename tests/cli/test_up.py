@@ -109,7 +109,7 @@ def test_what_the_balancer_has_started_ends_too(number: signal.Signals, cleanup:
 
     def of_the_fleet() -> dict[int, str]:
         lines = command_lines("-e").items()
-        return {pid: line for pid, line in lines if str(tmp_path) in line and "auto-" in line and "-m" not in line}
+        return {pid: line for pid, line in lines if str(tmp_path) in line and "auto-" in line and " -m " not in line}
 
     def is_started() -> bool:
         for _ in range(10):

@@ -51,7 +51,7 @@ successor decides by load.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,7 @@ class Admin:
         self._counters["requests"] += 1
         try:
             if request.command in ANSWERED_LATER:
-                return [*self._begin(server, request, now), *self.tick(now)]
+                return [*self._begin(server, request, now), *self._answer_due([request.request], now)]
             command = self._commands.get(request.command)
             if command is None:
                 known = ", ".join(sorted([*self._commands, *ANSWERED_LATER]))
@@ -204,8 +204,13 @@ class Admin:
 
     def tick(self, now: float) -> list[Send]:
         """Answer the changes that are in force everywhere, and those that took too long."""
+        return self._answer_due(list(self._pending), now)
+
+    def _answer_due(self, numbers: Iterable[int], now: float) -> list[Send]:
+        """Answer those of some unanswered requests whose reply is due."""
         sends: list[Send] = []
-        for number, pending in list(self._pending.items()):
+        for number in numbers:
+            pending = self._pending[number]
             if (reply := pending.reply(now)) is not None:
                 del self._pending[number]
                 self._counters["requests_refused"] += reply.error is not None
@@ -246,12 +251,14 @@ class Admin:
         self, number: int, change: BegunChange, since: float, timeout_s: float, now: float
     ) -> AdminReply | None:
         """Return the reply to a request for a change; None while it has not settled."""
-        state, waits = self._changes.state(self._installer(), change, now)
+        installer = self._installer()
+        state = self._changes.state(installer, change)
         if state is ChangeState.SUPERSEDED:
             return AdminReply(number, {}, UNDONE)
         if state is ChangeState.UNSETTLED and now - since < timeout_s:
             return None
         if state is ChangeState.UNSETTLED:
+            waits = installer.why_unsettled(installer.transitions[change.channel], now)
             return AdminReply(number, {}, f"not settled after {timeout_s:g} s, but it goes on: it waits for {waits}")
         before, after = change.before, change.after
         result: dict[str, Any] = {
@@ -259,7 +266,7 @@ class Admin:
             "mode": mode_name(after.mode),
             "servers": list(after.servers),
             "epoch": change.epoch,
-            "version": self._installer().plan.version,
+            "version": installer.plan.version,
             "duration_s": now - since,
             "note": change.note,
         }

@@ -145,15 +145,13 @@ class Changes:
             self._hold(channel, route.assignment)
         return BegunChange(channel, before, route.assignment, route.epoch, note), actions
 
-    def state(self, installer: Installer, change: BegunChange, now: float) -> tuple[ChangeState, str]:
-        """Return how far a change is, and what it waits for."""
+    @staticmethod
+    def state(installer: Installer, change: BegunChange) -> ChangeState:
+        """Return how far a change is."""
         entry = installer.plan.entry(change.channel)
         if entry.route.epoch != change.epoch:
-            return ChangeState.SUPERSEDED, ""
-        if entry.phase is Phase.SETTLED:
-            return ChangeState.SETTLED, ""
-        transition = installer.transitions[change.channel]
-        return ChangeState.UNSETTLED, installer.why_unsettled(transition, now)
+            return ChangeState.SUPERSEDED
+        return ChangeState.SETTLED if entry.phase is Phase.SETTLED else ChangeState.UNSETTLED
 
     # From arguments to an assignment, and a note.
 

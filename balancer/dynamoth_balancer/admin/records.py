@@ -54,10 +54,10 @@ _OF_RECORDER = frozenset(("at", "recorder", "balancer", "number", "line"))
 """Columns that recorders fill, from the head of the message and their own clock."""
 
 _COLUMNS = {
-    table.name: tuple(column.name for column in table.columns if column.name not in _OF_RECORDER)
+    table.name: dict.fromkeys(column.name for column in table.columns if column.name not in _OF_RECORDER)
     for table in (PLANS, DECISIONS, SETTINGS)
 }
-"""The columns of a message, by table."""
+"""The columns of a message, in their order, by table."""
 
 
 class Records:
@@ -186,20 +186,22 @@ class Records:
             for start in range(0, len(rows), ROWS_PER_MESSAGE_MAX):
                 self._number += 1
                 some = tuple(rows[start : start + ROWS_PER_MESSAGE_MAX])
-                data = pack_rows(RecordedRows(self._incarnation, self._number, table, _COLUMNS[table], some))
+                data = pack_rows(RecordedRows(self._incarnation, self._number, table, tuple(_COLUMNS[table]), some))
                 sends += [Send(server, (b"PUBLISH", RECORD_CHANNEL, data)) for server in targets]
         return sends
 
     def _add(self, table: Table, **cells: Any) -> None:
-        row = tuple(_cell(cells.pop(column, None)) for column in _COLUMNS[table.name])
-        assert not cells, f"{table.name} has no column {', '.join(cells)}"
+        columns = _COLUMNS[table.name]
+        row = tuple(map(_cell, map(cells.get, columns)))
+        assert cells.keys() <= columns.keys(), f"{table.name} has no column {', '.join(cells.keys() - columns.keys())}"
         self._rows.setdefault(table.name, []).append(row)
 
 
 def _cell(value: Any) -> Any:
     """Return a value that a message can carry: texts and lists are cut, and lone surrogates escaped."""
     if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()[:TEXT_CHARACTERS_MAX]
+        text = value if value.isascii() else value.encode(errors="backslashreplace").decode()
+        return text[:TEXT_CHARACTERS_MAX]
     if not isinstance(value, tuple):
         return value
     texts = cast("tuple[str, ...]", value)

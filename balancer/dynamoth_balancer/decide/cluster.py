@@ -237,6 +237,8 @@ class Cluster:
     returning: Sequence[Stray] = ()
     #: How many more channels and slots may be in transition.
     room: float = math.inf
+    #: The name of the goal that proposes moves now.
+    goal: str = ""
     #: The overloaded servers that moves of channels do not relieve.
     unrelieved: set[str] = field(default_factory=set[str])
     moves: dict[bytes, Move] = field(default_factory=dict[bytes, Move])
@@ -266,7 +268,7 @@ class Cluster:
             server: Ratios(self.servers[server].load_ratio, self.servers[server].load_ratio_with(load))
             for server, load in loads.items()
         }
-        return Move(channel, before, after, reason, ratios, loads)
+        return Move(channel, before, after, reason, ratios, loads, self.goal)
 
     def take(self, move: Move) -> bool:
         """Apply a move to this copy, if bounds and earlier goals permit it; return whether they do."""
@@ -321,6 +323,8 @@ class Cluster:
     def _has_place_for_slot(self, move: Move) -> bool:
         """Return whether a slot fits into the step: at least one per server does, whatever its load."""
         options = self.options
+        if self.is_step_full:
+            return False
         is_first = not any(self._slots_away[server] + self._slots_here[server] for server in move.loads)
         return is_first or all(
             subscriptions <= options.slot_subscriptions_max and ratio <= options.slot_load_ratio_max
@@ -409,6 +413,11 @@ class Cluster:
         """Whether the plan moves ``moves_per_plan_max`` channels."""
         return len(self.moves) - self._slots_here.total() >= self.options.moves_per_plan_max
 
+    @property
+    def is_step_full(self) -> bool:
+        """Whether the plan has so many moves that no slot is moved besides."""
+        return len(self.moves) >= self.options.changes_per_event_max
+
     def has_given(self, server: str) -> bool:
         """Return whether this plan may move no more channels away from a server."""
         return self._away[server] >= self.options.moves_per_server_max
@@ -464,8 +473,8 @@ def decide(goals: Iterable[Goal], cluster: Cluster) -> Decision:
     """Run the goals in their order. A later goal cannot undo the moves that an earlier one needs."""
     moves: list[Move] = []
     for goal in goals:
-        known = len(cluster.findings)
-        moves += [replace(move, goal=goal.name) for move in goal.propose(cluster)]
+        known, cluster.goal = len(cluster.findings), goal.name
+        moves += goal.propose(cluster)
         cluster.findings[known:] = [replace(finding, goal=goal.name) for finding in cluster.findings[known:]]
         cluster.guard(goal.permits)
     cluster.check()

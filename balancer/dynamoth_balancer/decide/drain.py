@@ -67,7 +67,8 @@ class DrainSlots:
             given = give_slots(cluster, server, cluster.draining[name], _reason(name))
             moves += given
             left = [load for load in cluster.draining[name] if is_slot(load.channel)]
-            if left and not given and all(finding.server != name for finding in cluster.findings):
+            is_told = any(finding.server == name for finding in cluster.findings)
+            if left and not given and not is_told and not cluster.is_step_full:
                 why = f"{len(left)} slots are in transition, or would overload any other server"
                 if not cluster.targets:
                     why = f"there is no other server that could take slots: {cluster.more_servers}"

@@ -29,8 +29,8 @@ def homeless(installer: Installer) -> list[bytes]:
     )
 
 
-def fail_over(installer: Installer, model: ClusterModel, room: int, now: float) -> dict[bytes, Assignment]:
-    """Return where channels and slots of dead servers go; nothing while no server can take any.
+def fail_over(installer: Installer, model: ClusterModel, room: int, most: int, now: float) -> dict[bytes, Assignment]:
+    """Return where channels and slots of dead servers go, ``most`` at most; nothing while no server can take any.
 
     A replicated channel keeps its other servers. Slots go to the servers with fewest slots for their size, channels to
     the least loaded ones. ``room`` is how many more may be in transition.
@@ -48,6 +48,8 @@ def fail_over(installer: Installer, model: ClusterModel, room: int, now: float) 
     rates = _rates(installer, model)
     moves: dict[bytes, Assignment] = {}
     for name in names:
+        if len(moves) >= most:
+            break
         if why_not_moved(installer.plan, name) is not None:
             continue
         if name not in installer.transitions:

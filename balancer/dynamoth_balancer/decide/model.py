@@ -267,9 +267,9 @@ class ClusterModel:
 
         ``members`` has the known channels of each slot among them: they change as their slot does.
         """
-        for slot, channels in members.items():
-            self._members[slot] = tuple(channels)
-            changes = {**changes, **dict.fromkeys(self._members[slot], changes[slot])}
+        known = {slot: tuple(channels) for slot, channels in members.items()}
+        self._members.update(known)
+        changes = {**changes, **{channel: changes[slot] for slot, channels in known.items() for channel in channels}}
         sources = {server for before, _ in changes.values() for server in before.servers}
         for server in sources:
             self._forget_old(self._servers[server], now)
@@ -378,8 +378,7 @@ class ClusterModel:
         model = self._servers.get(server)
         if model is None:
             return False
-        known = model.window.sums.get(channel)
-        return channel in model.attributed or (known is not None and (known.outgoing_bytes or known.cpu_s) > 0)
+        return channel in model.attributed or model.window.shows(channel)
 
     def samples(self, server: str) -> int:
         """Return how many reports are in the average of a server."""

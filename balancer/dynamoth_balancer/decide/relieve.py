@@ -149,7 +149,7 @@ class RelieveSlots:
         for load in loads:
             target = cluster.roomiest(source.id)
             is_little = left < options.improvement_ratio_min  # all that have not been looked at
-            if source.load_ratio <= options.load_ratio_safe or target is None or is_little:
+            if source.load_ratio <= options.load_ratio_safe or target is None or is_little or cluster.is_step_full:
                 break
             left -= source.share(load.load)
             reason = f"{source.id} has load ratio {source.load_ratio:.2f}, and its busy channels do not explain it"

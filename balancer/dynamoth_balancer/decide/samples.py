@@ -9,7 +9,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 
 
 @dataclass(slots=True)
@@ -38,6 +39,16 @@ class Sample:
     publications: array[float]
     publishers: array[float]
     subscribers: array[float]
+    #: The channels with a load; None while nobody has asked.
+    _loaded: set[bytes] | None = field(default=None, init=False)
+
+    def shows(self, channel: bytes) -> bool:
+        """Return whether it shows a load of a channel."""
+        if self._loaded is None:
+            self._loaded = set(compress(self.channels, self.channel_bytes))
+            if self.delivery_cpu_s:
+                self._loaded.update(compress(self.channels, self.deliveries))
+        return channel in self._loaded
 
     def strip(self, channels: Mapping[bytes, object]) -> None:
         """Remove the load of some channels."""
@@ -50,6 +61,7 @@ class Sample:
                 self.channel_bytes[index] = 0.0
                 self.cpu_s = max(0.0, self.cpu_s - self.deliveries[index] * self.delivery_cpu_s)
                 self.deliveries[index] = 0.0
+        self._loaded = None
 
 
 @dataclass(slots=True)
@@ -81,6 +93,10 @@ class Window:
             self._sums = _sums(self.samples)
         return self._sums
 
+    def shows(self, channel: bytes) -> bool:
+        """Return whether some sample shows a load of a channel. It costs no sums, as it is asked for many servers."""
+        return any(sample.shows(channel) for sample in self.samples)
+
     def add(self, sample: Sample) -> None:
         """Add the newest sample. From now on, only :meth:`strip` may change it."""
         self.samples.append(sample)
@@ -101,7 +117,8 @@ class Window:
         """Remove the load of some channels from all samples."""
         for sample in self.samples:
             sample.strip(channels)
-        self._sums = None
+        if self._sums is not None:
+            self._sums.update((channel, ChannelSum()) for channel in channels.keys() & self._sums.keys())
 
     def check(self) -> None:
         """Assert that the sums are those of the samples."""

@@ -27,7 +27,7 @@ class Spread:
     name = "spread"
 
     def __init__(self) -> None:
-        #: The servers that get slots: until they have their share.
+        #: The servers that get slots: until they have their share, or are to leave. One may be away for a while.
         self._growing: set[str] = set()
 
     def propose(self, cluster: Cluster) -> list[Move]:
@@ -41,11 +41,11 @@ class Spread:
                 self._growing.add(id_)
             elif has >= END_RATIO * share:
                 self._growing.discard(id_)
-        self._growing &= targets.keys()
+        self._growing -= cluster.leaving
         if cluster.moves:
             return []
         moves: list[Move] = []
-        for id_ in sorted(self._growing):
+        for id_ in sorted(self._growing & targets.keys()):
             givers = sorted(targets.keys() - self._growing, key=lambda each: cluster.slots_with(each) / shares[each])
             for giver in reversed(givers):
                 wanted = int(shares[id_]) - cluster.slots_with(id_)
@@ -63,7 +63,7 @@ def _give(cluster: Cluster, source: ServerLoad, target: ServerLoad, number: int,
     moves: list[Move] = []
     reason = f"{target.id} has {cluster.slots_with(target.id)} slots, and its share by size is {share} of {SLOTS}"
     for load in sorted(cluster.slots.get(source.id, ())):
-        if len(moves) >= number:
+        if len(moves) >= number or cluster.is_step_full:
             break
         move = cluster.move(load, source, target, reason)
         if _fits(cluster, move) and cluster.take(move):
@@ -74,8 +74,10 @@ def _give(cluster: Cluster, source: ServerLoad, target: ServerLoad, number: int,
 def give_slots(cluster: Cluster, source: ServerLoad, loads: Iterable[ChannelRate], reason: str) -> list[Move]:
     """Propose to move all slots among ``loads`` away from a server, each to the one with fewest for its size."""
     moves: list[Move] = []
+    others = [server for server in cluster.targets if server.id != source.id]
     for load in busiest_first(load for load in loads if is_slot(load.channel)):
-        others = [server for server in cluster.targets if server.id != source.id]
+        if cluster.is_step_full:
+            break
         others.sort(key=lambda each: (cluster.slots_with(each.id) / each.outgoing_bytes_per_s_max, each.id))
         for target in others:
             move = cluster.move(load, source, target, reason)

@@ -14,8 +14,12 @@ from dynamoth.protocol.control import PlanChange, pack_control
 from dynamoth.protocol.stored_plan import header_fields, write_delta
 from dynamoth_balancer.install.folding import is_folded
 
-HISTORY_MAX = 64
-"""A server that is more versions behind gets the whole plan instead of a change."""
+HISTORY_MAX = 1000
+"""A server that is more versions behind gets the whole plan instead of a change. Each request of an operator may be a
+version, and many may come before a server has answered."""
+
+HISTORY_ENTRIES_MAX = 100_000
+"""Most entries in the changes that are kept: some 10 MB."""
 
 DELTA_ENTRIES_MAX = 10_000
 """A larger change is written as a whole plan, in commands that Redis executes in a millisecond each."""
@@ -139,7 +143,9 @@ class PlanBook:
         self._first = plan.version
         #: Versions of earlier balancers whose entries are in our plan, or are older than ours.
         self._known = set(known)
-        self._steps: deque[_Step] = deque(maxlen=HISTORY_MAX)
+        #: The latest changes, oldest first: at most ``HISTORY_MAX``, with ``HISTORY_ENTRIES_MAX`` entries.
+        self._steps: deque[_Step] = deque()
+        self._entries_in_steps = 0
         #: Changes to the present version, by their first version; made once for all servers.
         self._changes: dict[int, Change | None] = {}
         for version, old in known.items():
@@ -165,6 +171,9 @@ class PlanBook:
         old, self.plan = self.plan, plan
         delta = old.diff(plan, channels)
         new_channels = sum(channel not in old.entries for channel in delta.entries)
+        self._entries_in_steps += len(delta.entries)
+        while len(self._steps) >= HISTORY_MAX or (self._steps and self._entries_in_steps > HISTORY_ENTRIES_MAX):
+            self._entries_in_steps -= len(self._steps.popleft().delta.entries)
         self._steps.append(_Step(delta, new_channels + header_fields(plan) - header_fields(old)))
         self._changes.clear()
 
@@ -172,6 +181,7 @@ class PlanBook:
         """Begin the next version, from which entries are missing: every copy is written as a whole."""
         self.plan = plan
         self._steps.clear()
+        self._entries_in_steps = 0
         self._changes.clear()
 
     def take_in(self, stranger: Plan, version: int) -> dict[bytes, Entry]:
@@ -207,14 +217,18 @@ class PlanBook:
         return self._changes[version]
 
     def _change_from(self, version: int) -> Change | None:
-        delta = PlanDelta(version, version, {})
-        new_fields = 0
+        steps: list[_Step] = []
+        at = version
         for step in self._steps:
-            if step.delta.base == delta.version:
-                delta = delta.then(step.delta)
-                new_fields += step.new_fields
-        if delta.version != self.plan.version or delta.version == version or len(delta.entries) > DELTA_ENTRIES_MAX:
+            if step.delta.base == at:
+                steps.append(step)
+                at = step.delta.version
+        if not steps or at != self.plan.version:
             return None
+        delta = steps[0].delta.then(*(step.delta for step in steps[1:]))
+        if len(delta.entries) > DELTA_ENTRIES_MAX:
+            return None
+        new_fields = sum(step.new_fields for step in steps)
         return Change(delta, write_delta(delta, self.plan), new_fields, pack_control(PlanChange(delta)))
 
 

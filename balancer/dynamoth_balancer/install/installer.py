@@ -20,8 +20,9 @@ from a process that is gone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from dynamoth.errors import ConfigError, PlanError, RequestRefused
@@ -52,6 +53,9 @@ FOLDED_RATIO_MIN = 0.05
 """Entries are folded when they are this part of all, as every server gets the whole plan then: each of them costs some
 twenty entries that are written once more, and no more of them are ever left."""
 
+WhyNot = Callable[[str], str | None]
+"""Returns why a server cannot take part in a change; None when it can."""
+
 _LEAVE = "subscribers to leave"
 
 LIST_STORED_S = 0.1
@@ -71,24 +75,26 @@ class Transition:
     version: int
     since: float
     #: Servers whose agents have said, in its present phase, that nobody listens at an old location.
-    vacated: set[str] = field(default_factory=set[str])
+    vacated: frozenset[str] = frozenset()
     #: Whether it began in this term, from a settled channel: while it is PREPARED, nobody can have used the new route.
     is_own: bool = False
+    #: The servers of all routes that some subscriber may still follow.
+    old: frozenset[str] = field(init=False)
+    #: Old and new servers.
+    involved: frozenset[str] = field(init=False)
+    #: The servers with locations that subscribers leave.
+    left: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out the servers once: they are asked for again and again."""
+        self.old = frozenset(server for route in self.entry.previous for server in route.assignment.servers)
+        self.involved = self.old.union(self.entry.route.assignment.servers)
+        self.left = frozenset(location.server for location in self.entry.left(self.channel))
 
     @property
-    def old(self) -> frozenset[str]:
-        """The servers of all routes that some subscriber may still follow."""
-        return frozenset(server for route in self.entry.previous for server in route.assignment.servers)
-
-    @property
-    def involved(self) -> frozenset[str]:
-        """Old and new servers."""
-        return self.old.union(self.entry.route.assignment.servers)
-
-    @property
-    def left(self) -> frozenset[str]:
-        """The servers with locations that subscribers leave."""
-        return frozenset(location.server for location in self.entry.left(self.channel))
+    def needs(self) -> tuple[Phase, int, frozenset[str], frozenset[str], frozenset[str]]:
+        """What decides whether its phase is complete: it is for all that need the same, or for none of them."""
+        return self.entry.phase, self.version, self.involved, self.left, self.vacated
 
 
 class Installer:
@@ -203,8 +209,9 @@ class Installer:
             many.
 
         """
+        why_not, why_not_to = (cache(partial(ask, now=now)) for ask in (self.why_not, self.why_not_to))
         for channel, assignment in assignments.items():
-            self._check(channel, assignment, now)
+            self._check(channel, assignment, now, why_not, why_not_to)
         if len(self.transitions) + len(assignments) > self._options.transitions_max:
             raise RequestRefused(
                 f"{len(self.transitions)} channels are in transition, and at most"
@@ -380,7 +387,8 @@ class Installer:
         """Return for how long no change may begin, as publishers may not know changed rules yet."""
         return max(0.0, self._rules_changed_at + self._options.rules_rest_s - now)
 
-    def _check(self, channel: bytes, assignment: Assignment, now: float) -> None:
+    def _check(self, channel: bytes, assignment: Assignment, now: float, why_not: WhyNot, why_not_to: WhyNot) -> None:
+        """Refuse a change that cannot begin. ``why_not`` and ``why_not_to`` are those of now."""
         if (reason := why_not_moved(self.plan, channel)) is not None:
             raise RequestRefused(reason)
         if (rest_s := self.rules_rest(now)) > 0:
@@ -392,8 +400,7 @@ class Installer:
             raise RequestRefused(f"channel {in_quotes(channel)} is in transition; wait until it has settled")
         if entry.route.assignment == assignment:
             raise RequestRefused(f"channel {in_quotes(channel)} is there already")
-        problems = [self.why_not(server, now) for server in entry.route.assignment.servers]
-        problems += [self.why_not_to(server, now) for server in assignment.servers]
+        problems = [*map(why_not, entry.route.assignment.servers), *map(why_not_to, assignment.servers)]
         for problem in filter(None, problems):
             raise RequestRefused(problem)
 
@@ -478,9 +485,16 @@ class Installer:
             return []
         self._due = False
         changed: dict[bytes, Entry] = {}
+        is_complete: dict[Any, bool] = {}  # a thousand slots that move together need the same few things
         for channel, transition in self.transitions.items():
-            if next(self.waiting_for(transition, now), None) is None:
+            needs = transition.needs
+            if needs not in is_complete:
+                is_complete[needs] = next(self.waiting_for(transition, now), None) is None
+            if is_complete[needs]:
                 changed[channel] = _next_phase(transition.entry)
+            if len(changed) >= self._options.changes_per_event_max:
+                self._due = True  # for the others
+                break
         if not changed:
             return []
         self._advance_at = now + self._options.step_interval_s
@@ -550,7 +564,7 @@ class Installer:
             transition = self.transitions.get(channel)
             if transition is not None and transition.entry.route.epoch == epoch:
                 self._due = self._due or server not in transition.vacated
-                transition.vacated.add(server)
+                transition.vacated |= {server}
             else:
                 self.counters["vacated_out_of_date"] += 1
 

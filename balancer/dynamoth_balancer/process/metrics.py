@@ -47,6 +47,7 @@ _COUNTERS: Mapping[str, str] = {
     "replications_begun": "Channels whose assignment was changed and that are replicated before or after",
     "requests": "Requests of administrators",
     "requests_refused": "Requests of administrators that were refused, or not carried out in time",
+    "requests_dropped": "Requests of administrators that came while too many waited; they are repeated",
     "requests_repeated": "Requests of administrators that had been answered before",
     "malformed": "Messages to the balancer that could not be read",
     "unexpected": "Control messages that are not for a balancer",

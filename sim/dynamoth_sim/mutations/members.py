@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from dynamoth.errors import RequestRefused
 from dynamoth_balancer.admin.overview import Overview
 from dynamoth_balancer.admin.status import describe_server
+from dynamoth_balancer.decide.cluster import Cluster, Move
+from dynamoth_balancer.decide.spread import Spread
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.takeover import Takeover
+from dynamoth_balancer.machine import BalancerMachine
 from dynamoth_sim.mutations.mutation import Check, replaced, returning
 
 
@@ -53,6 +57,33 @@ def status_of_an_earlier_term() -> AbstractContextManager[None]:
     return replaced(Overview, server_status=describe)
 
 
+@contextmanager
+def requests_do_not_wait_for_the_list() -> Generator[None]:
+    """A request is handled though not all parts know the servers that an earlier one has put into the plan.
+
+    The balancer would crash, as it describes a server that has left, so it describes that one as nothing.
+    """
+    server_status = Overview.server_status
+
+    def describe(self: Overview, server: str, now: float) -> dict[str, Any]:
+        plan = self.leadership.plan
+        return {} if plan is None or server not in plan.servers else server_status(self, server, now)
+
+    with replaced(BalancerMachine, _knows_servers=True), replaced(Overview, server_status=describe):
+        yield
+
+
+def servers_that_are_away_are_forgotten() -> AbstractContextManager[None]:
+    """A server that cannot take part when the goals are asked gets no more slots, if it has a quarter of its share."""
+    propose = Spread.propose
+
+    def forget(self: Spread, cluster: Cluster) -> list[Move]:
+        self._growing.intersection_update(server.id for server in cluster.targets)
+        return propose(self, cluster)
+
+    return replaced(Spread, propose=forget)
+
+
 CHECKS: tuple[Check, ...] = (
     Check("100-add-under-load", no_lease_at_new_servers, "expected"),
     Check("101-remove-under-load", no_last_copy, "expected"),
@@ -61,4 +92,6 @@ CHECKS: tuple[Check, ...] = (
     Check("104-split-while-adding", any_list_can_change, "expected"),
     Check("105-former-list", stored_lists_are_ignored, "expected"),
     Check("126-former-leader", status_of_an_earlier_term, "expected"),
+    Check("133-asked-together", requests_do_not_wait_for_the_list, "expected"),
+    Check("134-away-while-growing", servers_that_are_away_are_forgotten, "expected"),
 )

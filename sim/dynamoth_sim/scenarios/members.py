@@ -9,7 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from dynamoth.plan.plan import Phase
+from dynamoth.plan.slots import SLOTS, slot_name
 from dynamoth_agent.machine import AgentMachine
+from dynamoth_balancer.decide.spread import BEGIN_RATIO, END_RATIO
 from dynamoth_balancer.install.contention import HEADERS_INTERVAL_S
 from dynamoth_balancer.install.leadership import Stage as BalancerStage
 from dynamoth_balancer.machine import BalancerMachine
@@ -218,6 +221,47 @@ def former_leader(stage: Stage) -> None:
     stage.expect_gaps(0, channel)
 
 
+def asked_together(stage: Stage) -> None:
+    """Case 133. While the balancer stands still for a moment, a server is to be removed, and the status is asked for.
+
+    The balancer gets both requests in one read. It answers both, and the status is without the server that has left.
+    """
+    channel = stage.channel_with_subscriber("s2")
+    publisher = stage.publisher("P", channel)
+    cluster = stage.cluster
+    _drain(stage, publisher, "s1")
+    cluster.balancer.pause()
+    removal, status = cluster.change_server("remove", "s1"), cluster.ask("status", {})
+    _publish(stage, publisher, DOWN_S)
+    cluster.balancer.resume()
+    _until(stage, publisher, "both are answered", lambda: cluster.is_done(removal) and cluster.is_done(status))
+    listed = set(cluster.results[status]["servers"])
+    stage.expect(f"the status has the servers of the plan: {sorted(listed)}", listed == {"s2", "s3"})
+    stage.expect_gaps(0, channel)
+
+
+def away_while_growing(stage: Stage) -> None:
+    """Case 134. A server is added, and its agent stands still when the server has got the first part of its slots.
+
+    When the agent goes on, the server gets the rest of its share.
+    """
+    channel = stage.channel_with_subscriber("s1")
+    stage.move(channel, "s2")
+    publisher = stage.publisher("P", channel)
+    added = stage.add_server()
+    share = SLOTS / len(stage.cluster.present)
+    what = f"{added} has got the first of its slots"
+    _until(stage, publisher, what, lambda: _slots_settled(stage, added) >= BEGIN_RATIO * share)
+    agent = stage.cluster.agents[added]
+    agent.pause()
+    _publish(stage, publisher, 2 * stage.cluster.options.balancer.agent_stale_s)
+    slots = _slots_settled(stage, added)
+    stage.expect(f"it has not got its share yet: {slots} slots", slots < END_RATIO * share)
+    agent.resume()
+    _until(stage, publisher, f"{added} has its share", lambda: _slots_settled(stage, added) >= END_RATIO * share)
+    stage.expect_gaps(0, channel)
+
+
 # What an operator does, while P publishes.
 
 
@@ -311,6 +355,14 @@ def _stored_list(stage: Stage, server: str) -> Collection[str]:
     return plan.servers.keys()
 
 
+def _slots_settled(stage: Stage, server: str) -> int:
+    """Return how many slots are at a server, and do not move."""
+    plan = stage.cluster.newest_plan()
+    assert plan is not None, "some server stores a plan"
+    entries = [plan.entry(slot_name(slot)) for slot in range(SLOTS)]
+    return sum(entry.phase is Phase.SETTLED and server in entry.route.assignment.servers for entry in entries)
+
+
 def _leads(process: Process) -> bool:
     return isinstance(process.machine, BalancerMachine) and process.machine.stage is BalancerStage.LEADING
 
@@ -337,4 +389,6 @@ SCENARIOS: dict[str, Scenario] = {
     "104-split-while-adding": Scenario(split_while_adding),
     "105-former-list": Scenario(former_list),
     "126-former-leader": Scenario(former_leader),
+    "133-asked-together": Scenario(asked_together),
+    "134-away-while-growing": Scenario(away_while_growing),
 }
