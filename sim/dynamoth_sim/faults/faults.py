@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,6 +59,8 @@ STOP_S = 0.3
 
 KILL_AT_S_MAX = 2.0
 """Longest wait for a channel to come to the server that dies."""
+LAST_RELAYS_S = 1.0
+"""Within this, other agents have made known the last messages that the agent of a dead server had to relay."""
 
 FLOOD_S_MAX = 3.0
 
@@ -120,9 +123,11 @@ class Chaos:
             "standby balancer": self._standby_balancer,
             "last words": self._last_words,
         }
-        #: What may happen next; "meddle" happens all the time.
+        #: When a server was last killed.
+        self._killed_at = -math.inf
         #: The servers that are to come or to go, and what is missing, in words.
         self._unfinished: dict[str, str] = {}
+        #: What may happen next; "meddle" happens all the time.
         self._faults = [faults[name] for name in profile.faults if name != "meddle"]
         self._once = [faults[name] for name in profile.once]
 
@@ -416,7 +421,13 @@ class Chaos:
             self._until(DOWN_S_MAX * self._random.random(), agent.start)
 
     def _hang_agent(self) -> None:
-        """An agent hangs until somebody kills it: the messages that it has not read are lost."""
+        """An agent hangs until somebody kills it: the messages that it has not read are lost.
+
+        No other one hangs while the agent of a server that dies takes its last relays with it: nobody may be left then
+        who knows the last message of a publisher that ends (``docs/guarantees.md``).
+        """
+        if self._world.now - self._killed_at < LAST_RELAYS_S:
+            return
         self._hang(self._random.choice(list(self._cluster.agents.values())))
 
     def _hang(self, agent: Process) -> None:
@@ -456,6 +467,10 @@ class Chaos:
             pipe.hold()
 
         def die() -> None:
+            if any(agent.alive and agent.paused for agent in self._cluster.agents.values()):
+                self._world.after(LOOK_S, die)
+                return
+            self._killed_at = self._world.now
             self._cluster.stop_for_good(LEAVER, orderly=False)
             for pipe in pipes:
                 pipe.release()
