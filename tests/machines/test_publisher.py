@@ -38,6 +38,7 @@ from tests.machines.helpers import (
     entry_reply,
     header_reply,
     only,
+    over,
     published,
     sends,
     tagged,
@@ -525,6 +526,17 @@ def test_what_is_sent_again_has_an_outcome_in_its_own_time() -> None:
     [failed] = only(PublishFailed, publisher.pass_time(1.0))
     assert failed.token == 2
     assert "server s2 did not answer" in failed.reason
+
+
+def test_what_is_sent_again_counts_the_agents_that_its_new_server_has_by_then() -> None:
+    publisher = Publisher().connected("s1", "s2")
+    publisher.answer(publisher.publish())
+    publisher.pass_time(DEFAULTS.observers_interval_s)
+    read = publisher.answer(publisher.publish(token="again"), stored=SETTLED)
+    again = publisher.answer(read, stored=SETTLED)
+    assert [send.args[0] for send in sends(over("s2", again))][:2] == [b"PUBSUB", b"PUBLISH"]
+    outcomes = publisher.answer(again, receivers=3, observers=1, stored=SETTLED)
+    assert only(Published, outcomes) == [Published("again", 2)]
 
 
 # A server that was alone.

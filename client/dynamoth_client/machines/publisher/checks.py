@@ -226,6 +226,7 @@ class Checks(Part):
             self._answers.set_timer(again, locations[0].server, again.expires_at)
             for location in locations:
                 server = self._servers[location.server]
+                actions += server.ask_observers_again(now, self._options.observers_interval_s)
                 server.waiting.append(again)
                 actions += server.outbox.put_past_bound((b"PUBLISH", location.physical, copy), again)
         for location in locations:

@@ -127,6 +127,10 @@ class PublisherServer:
         """Return whether ``count`` messages of confirmed channels can go out here with no other command beside them."""
         return now < self.clear_until and count <= self.outbox.room
 
+    def ask_observers_again(self, now: float, interval_s: float) -> list[Send]:
+        """Ask how many agents observe this server if the latest answer may be too old to count receivers with it."""
+        return [self.ask_observers(now)] if self.up and now - self.observers_asked_at >= interval_s else []
+
     def ask_observers(self, now: float) -> Send:
         """Ask how many agents observe this server; the link is up."""
         self.observers_asked_at = now

@@ -160,8 +160,7 @@ class Sending(Part):
         for location, server in targets:
             if not server.up:
                 server.note_waiting(name)
-            elif now - server.observers_asked_at >= self._options.observers_interval_s:
-                actions.append(server.ask_observers(now))
+            actions += server.ask_observers_again(now, self._options.observers_interval_s)
             server.waiting.append(waiting)
             actions += server.outbox.put((b"PUBLISH", location.physical, data), waiting)
             if check is not None and server in read_at:
