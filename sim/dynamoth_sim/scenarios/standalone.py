@@ -24,7 +24,7 @@ balancer that was killed, and ``distrust_s``."""
 LEASE_LOST_S = 5.0
 """Longer than a balancer waits for the lease of another one that is connected and does nothing."""
 
-RESTORED_S = 0.2
+RESTORED_S = 0.3
 """How soon a plan that was deleted is written again, as real balancers do it: what they wait for is not scaled here."""
 
 
