@@ -8,7 +8,7 @@ from dynamoth.plan.slots import SLOTS
 
 CHANNELS = 3000
 SETTINGS = {"balancer.wait_s": 2.0, "balancer.averaging_s": 5.0}
-"""A server takes part in decisions after three reports, one per second: with an ``averaging_s`` of 2 s it seldom did."""
+"""A server takes part in decisions after three reports, one per second: with ``averaging_s`` of 2 s it seldom did."""
 
 
 def test_idle_subscribers_of_many_channels_lose_nothing_when_servers_come_and_go() -> None:
