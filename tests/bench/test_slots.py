@@ -7,7 +7,8 @@ from bench.slots_clients import Seen
 from dynamoth.plan.slots import SLOTS
 
 CHANNELS = 3000
-SETTINGS = {"balancer.wait_s": 2.0, "balancer.averaging_s": 2.0}
+SETTINGS = {"balancer.wait_s": 2.0, "balancer.averaging_s": 5.0}
+"""A server takes part in decisions after three reports, one per second: with ``averaging_s`` of 2 s it seldom did."""
 
 
 def test_idle_subscribers_of_many_channels_lose_nothing_when_servers_come_and_go() -> None:
