@@ -122,14 +122,27 @@ def test_an_agent_that_has_restarted_begins_anew() -> None:
     model.report(report("s1", {b"a": 900}), 1.0)
     model.on_agent_restart("s1")
     model.report(report("s1", {b"a": 100}), 2.0)
-    assert ratio(model, "s1", 2.0) == 0.1 and model.samples("s1") == 1
+    assert ratio(model, "s1", 2.0) == 0.1 and model.reports("s1") == 1
 
 
 def test_samples_are_bounded() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
-    for number in range(3 * SAMPLES_MAX):
-        model.report(report("s1", {b"a": 1000}, interval_s=0.011), number * 0.011)
-    assert model.samples("s1") == SAMPLES_MAX
+    interval_s = 0.011
+    for number in range(2 * SAMPLES_MAX):
+        load = 0 if number < SAMPLES_MAX else 100
+        model.report(report("s1", {b"a": load}, interval_s=interval_s), number * interval_s)
+    assert ratio(model, "s1", number * interval_s) == 0.1, "those without load are forgotten before their time"
+
+
+def test_reports_count_that_an_average_is_too_short_for_until_there_was_none() -> None:
+    model = ClusterModel(["s1"], averaging_s=2.0)
+    for now in range(1, 6):
+        model.report(report("s1", {b"a": 100}), float(now))
+    assert model.reports("s1") == 5
+    assert model.load("s1", 6.9) is not None and model.reports("s1") == 5
+    assert model.load("s1", 7.1) is None and model.reports("s1") == 0
+    model.report(report("s1", {b"a": 100}), 8.0)
+    assert model.reports("s1") == 1
 
 
 @given(

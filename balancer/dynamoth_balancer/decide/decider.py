@@ -263,7 +263,7 @@ class Decider:
             for server in installer.plan.servers
             if installer.why_not(server, now) is None
             and not installer.joins_in(server, now)
-            and (self._model.samples(server) >= options.reports_min or server in blind)
+            and (self._model.reports(server) >= options.reports_min or server in blind)
             and (load := self._model.load(server, now)) is not None
         }
         entry_of = installer.plan.entry
@@ -306,7 +306,7 @@ class Decider:
     def _awaits_reports(self, installer: Installer, now: float) -> bool:
         """Return whether a server that can take part is not measured yet, as it or its agent has just begun."""
         if not any(
-            self._model.samples(server) < self._options.reports_min
+            self._model.reports(server) < self._options.reports_min
             for server in installer.plan.servers
             if server not in self._model.blind and installer.why_not(server, now) is None
         ):

@@ -115,6 +115,8 @@ class _ServerModel:
     #: Since when the agent is blind; None while it sees.
     blind_since: float | None = None
     window: Window = field(default_factory=Window)
+    #: How many reports came since the agent began, or since none had been in the average.
+    reports: int = 0
     #: The latest sample, even if it is too old for the average.
     newest: Sample | None = None
     #: Channels that are attributed to this server or away from it.
@@ -184,6 +186,7 @@ class ClusterModel:
         if uncovered:
             sample.strip(uncovered)
         model.window.add(sample)
+        model.reports += 1
 
     def _watch(self, model: _ServerModel, report: Report, now: float) -> None:
         """Find out whether the agent is blind."""
@@ -249,11 +252,14 @@ class ClusterModel:
             now = min(now, samples[-1].arrived)  # nothing newer can be known
         while samples and (samples[0].arrived <= now - self._averaging_s or len(samples) > SAMPLES_MAX):
             model.window.drop_oldest()
+        if not samples:
+            model.reports = 0
 
     def on_agent_restart(self, server: str) -> None:
         """Forget the averages of a server: the agent begins new measurements."""
-        self._servers[server].window.clear()
-        self._servers[server].newest = None
+        model = self._servers[server]
+        model.window.clear()
+        model.reports, model.newest = 0, None
 
     # Channels on their way.
 
@@ -380,9 +386,12 @@ class ClusterModel:
             return False
         return channel in model.attributed or model.window.shows(channel)
 
-    def samples(self, server: str) -> int:
-        """Return how many reports are in the average of a server."""
-        return len(self._servers[server].window.samples)
+    def reports(self, server: str) -> int:
+        """Return how many reports of a server came since its agent began, or since none had been in the average.
+
+        The average has fewer where ``averaging_s`` is shorter than so many reports take.
+        """
+        return self._servers[server].reports
 
     def latest(self, server: str) -> Report | None:
         """Return the latest report of a server."""

@@ -28,7 +28,7 @@ class Spread:
 
     def __init__(self) -> None:
         #: The servers that get slots: until they have their share, or are to leave. One may be away for a while.
-        self._growing: set[str] = set()
+        self.growing: set[str] = set()
 
     def propose(self, cluster: Cluster) -> list[Move]:
         """Propose moves of slots to servers with too few, if no earlier goal has a move."""
@@ -38,15 +38,15 @@ class Spread:
         for id_, share in shares.items():
             has = cluster.slots_with(id_)
             if has < BEGIN_RATIO * share:
-                self._growing.add(id_)
+                self.growing.add(id_)
             elif has >= END_RATIO * share:
-                self._growing.discard(id_)
-        self._growing -= cluster.leaving
+                self.growing.discard(id_)
+        self.growing -= cluster.leaving
         if cluster.moves:
             return []
         moves: list[Move] = []
-        for id_ in sorted(self._growing & targets.keys()):
-            givers = sorted(targets.keys() - self._growing, key=lambda each: cluster.slots_with(each) / shares[each])
+        for id_ in sorted(self.growing & targets.keys()):
+            givers = sorted(targets.keys() - self.growing, key=lambda each: cluster.slots_with(each) / shares[each])
             for giver in reversed(givers):
                 wanted = int(shares[id_]) - cluster.slots_with(id_)
                 spare = cluster.slots_with(giver) - int(shares[giver])

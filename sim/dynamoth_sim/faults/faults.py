@@ -466,10 +466,13 @@ class Chaos:
         for pipe in pipes:
             pipe.hold()
 
+        self._unfinished[LEAVER] = "is to be killed, and an agent hangs"
+
         def die() -> None:
             if any(agent.alive and agent.paused for agent in self._cluster.agents.values()):
                 self._world.after(LOOK_S, die)
                 return
+            del self._unfinished[LEAVER]
             self._killed_at = self._world.now
             self._cluster.stop_for_good(LEAVER, orderly=False)
             for pipe in pipes:

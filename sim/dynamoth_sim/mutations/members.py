@@ -78,7 +78,7 @@ def servers_that_are_away_are_forgotten() -> AbstractContextManager[None]:
     propose = Spread.propose
 
     def forget(self: Spread, cluster: Cluster) -> list[Move]:
-        self._growing.intersection_update(server.id for server in cluster.targets)
+        self.growing.intersection_update(server.id for server in cluster.targets)
         return propose(self, cluster)
 
     return replaced(Spread, propose=forget)
