@@ -7,7 +7,7 @@ from bench.cycle_cost import MEMORY_BYTES_MAX, OVERLOADED_SHARE, Bench
 
 def test_a_cycle_takes_reports_in_decides_and_sends_the_change() -> None:
     bench = Bench(channels=2000, servers=8, named_ratio=0.5)
-    assert all(bench.model.reports(server) == bench.options.averaging_s for server in bench.plan.servers)
+    assert all(bench.model.reports(server) >= bench.options.averaging_s for server in bench.plan.servers)
     result = bench.measure()
     assert (result.channels, result.servers, result.named) == (2000, 8, 1000)
     assert min(result.ingest_s, result.decide_s, result.diff_s) > 0
