@@ -127,11 +127,11 @@ def test_an_agent_that_has_restarted_begins_anew() -> None:
 
 def test_samples_are_bounded() -> None:
     model = ClusterModel(["s1"], averaging_s=10.0)
-    interval_s = 0.011
-    for number in range(2 * SAMPLES_MAX):
-        load = 0 if number < SAMPLES_MAX else 100
-        model.report(report("s1", {b"a": load}, interval_s=interval_s), number * interval_s)
-    assert ratio(model, "s1", number * interval_s) == 0.1, "those without load are forgotten before their time"
+    now, interval_s = 0.0, 0.011
+    for load in [0] * SAMPLES_MAX + [100] * SAMPLES_MAX:
+        now += interval_s
+        model.report(report("s1", {b"a": load}, interval_s=interval_s), now)
+    assert ratio(model, "s1", now) == 0.1, "those without load are forgotten before their time"
 
 
 def test_reports_count_that_an_average_is_too_short_for_until_there_was_none() -> None:
