@@ -114,6 +114,8 @@ class Setting:
     server_dead_s: float = SERVER_DEAD_S
     #: How many copies for one server a dispatcher keeps; few make it lose some, and say so.
     forwards_max: int = 1000
+    #: How many channels and slots the balancer moves in one event, and so how many slots leave a server together.
+    changes_per_event_max: int = BalancerOptions().changes_per_event_max
     #: Servers that the balancer drains.
     draining: frozenset[str] = frozenset()
     #: The compatibility rules with which the cluster begins.
@@ -220,6 +222,7 @@ def short_options(setting: Setting, *, hold_s_max: float, spread: tuple[float, .
             replicas_max=setting.replicas_max,
             replication_rest_s=0.5,
             draining=setting.draining,
+            changes_per_event_max=setting.changes_per_event_max,
             join_s=JOIN_S,
             compatibility=setting.compatibility,
             rules_rest_s=RULES_REST_S,

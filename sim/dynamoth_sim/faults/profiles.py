@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from dynamoth.plan.slots import SLOTS
 from dynamoth_sim.cluster import Setting
 from dynamoth_sim.load import upgrade
 from dynamoth_sim.load.workload import DEFAULT_WORKLOAD, WorkloadOptions
@@ -95,6 +96,7 @@ LOSSLESS = (
         interval_s=0.6,
         once=("drain server",),
         workload=WorkloadOptions(leaver=LEAVER, idle_ratio=0.4),
+        changes_per_event_max=SLOTS,  # busy channels leave with the last slots
     ),
     Profile(
         "refusals",
