@@ -28,7 +28,7 @@ from dynamoth.plan.compatibility import NO_COMPATIBILITY, Compatibility, Compati
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES, VIRTUAL_NODES_MAX, Ring, ring_of
 from dynamoth.plan.slots import hash_of, is_slot, slot_of
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 EPOCH_MAX = 2**32 - 1
 """Epochs and versions have 32 bits."""
@@ -532,6 +532,6 @@ class PlanDelta:
         )
 
 
-def _latest(values: Iterable[T | None]) -> T | None:
+def _latest(values: Iterable[_T | None]) -> _T | None:
     """Return the last value that is not None, if there is one."""
     return next((value for value in reversed(list(values)) if value is not None), None)

@@ -466,7 +466,7 @@ class Chaos:
         for pipe in pipes:
             pipe.hold()
 
-        self._unfinished[LEAVER] = "is to be killed, and an agent hangs"
+        self._unfinished[LEAVER] = "is to be killed"
 
         def die() -> None:
             if any(agent.alive and agent.paused for agent in self._cluster.agents.values()):
