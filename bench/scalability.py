@@ -18,11 +18,16 @@ What limits a server
     are meant not to limit anything; how busy they were is in the results.
 
 How it is scaled down for two processor cores
-    A fourth of the paper's players: 30 to 300 for its 120 to 1,200. They join within four minutes, so the times of the
+    An eighth of the paper's players: 15 to 150 for its 120 to 1,200. They join within four minutes, so the times of the
     balancer, and those of consistent hashing, are a fifth of the usual ones. The size of an update, 2,000 bytes, is
     such that eight servers are just too few for all players, as in the paper: the load grows with the square of the
-    number of players. The world has 8 x 8 tiles of 50 m, and players run at 5 m/s, so that one crosses a tile in some
-    ten seconds. The paper gives neither.
+    number of players.
+
+What the paper does not give
+    The number of tiles, their size, and how fast players are. It decides the result: the fewer tiles each server has,
+    the less even consistent hashing is. Here the world has 4 x 4 tiles of 100 m, so that nine players meet in a tile at
+    the end, and players run at 5 m/s. ``--wide`` plays in a world of 8 x 8 tiles of 50 m, with twice as many players,
+    of whom five meet in a tile.
 
 What is possible
     ``most possible`` is the number of players whose demand (see ``bench.elasticity``) fills all servers. No system can
@@ -36,7 +41,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -136,14 +141,15 @@ FULL = Setting(
     servers=8,
     bytes_per_s_max=1_250_000,
     payload_bytes=2000,
-    tiles_per_side=8,
-    tile_side_m=50.0,
-    players=(30, 300),
+    tiles_per_side=4,
+    tile_side_m=100.0,
+    players=(15, 150),
     growth_s=230,
     averaging_s=3,
     wait_s=4.0,
     rest_s=6.0,
 )
+WIDE = replace(FULL, tiles_per_side=8, tile_side_m=50.0, players=(30, 300))
 SMALL = Setting(
     servers=4,
     bytes_per_s_max=500_000,
@@ -301,13 +307,14 @@ def _ms(value: float | None) -> str:
 def main() -> int:
     """Measure and print. Returns the exit status."""
     parser = parser_of("scalability", __doc__)
+    parser.add_argument("--wide", action="store_true", help="a world of 64 tiles instead of 16, and twice the players")
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="some of the systems")
     parser.add_argument("--from", dest="raw", nargs="+", type=Path, metavar="FILE", help="show such raw data again")
     parser.add_argument(
         "--possible", type=int, metavar="N", help="run nothing: compute for seeds 1 to N what can be gained"
     )
     arguments = parser.parse_args()
-    setting = SMALL if arguments.small else FULL
+    setting = SMALL if arguments.small else WIDE if arguments.wide else FULL
     if arguments.possible:
         sys.stdout.writelines(f"{line}\n" for line in possible(setting, range(1, arguments.possible + 1)))
         return 0
