@@ -79,14 +79,14 @@ class Balanced(System):
         network: gets a machine for each server.
         servers: how many.
         bytes_per_s_max: what a machine can send.
-        times: settings of the balancer.
+        settings: those of the balancer.
 
     """
 
-    def __init__(self, network: Network, servers: int, bytes_per_s_max: int, times: Mapping[str, object]) -> None:
+    def __init__(self, network: Network, servers: int, bytes_per_s_max: int, settings: Mapping[str, object]) -> None:
         self._port = free_port()
         settings = {
-            **times,
+            **settings,
             "cluster.outgoing_bytes_per_s_max": int(bytes_per_s_max * USABLE_RATIO),
             "balancer.http_port": self._port,
         }
