@@ -79,8 +79,8 @@ THRESHOLDS: Mapping[str, float] = {
     "balancer.replicate_subscribers_min": 1,
     "balancer.all_subscribers_ratio_min": 0.5,
 }
-"""Settings of the balancer: a tile that makes more than 0.15 of a server's load has up to six replicas, each with half of
-that at least."""
+"""Settings of the balancer: a tile that makes more than 0.15 of a server's load has two to six replicas, each with half
+of that at least."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def test_the_balancer_moves_channels_away_from_an_overloaded_server_by_itself() 
 
 
 def test_a_server_that_is_short_of_cpu_is_relieved() -> None:
-    """Its bytes, a thousandth of what a server can send, ask for nothing; most of the CPU that it uses is called all."""
+    """Its bytes, a thousandth of what a server can send, ask for nothing; most of the CPU it uses counts as all."""
     channels = channels_at("s1", 4)
     settings: dict[str, Any] = {
         "agent.report_interval_s": 0.3,
