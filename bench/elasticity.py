@@ -58,7 +58,7 @@ class Setting:
     balancer: Mapping[str, float]
     grow_ratio: float = 0.5
     release_ratio: float = 0.35
-    release_delay_s: float = 3.0
+    release_delay_s: float = 2.0
 
     def plan(self, seed: int) -> GamePlan:
         """Return what is played."""
