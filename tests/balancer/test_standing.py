@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynamoth.names import in_quotes
 from dynamoth.plan.administration import PINS_MAX, Administration
 from dynamoth.plan.plan import Mode, Plan, Server, single
 from dynamoth.plan.slots import slot_of
@@ -132,7 +133,8 @@ def test_a_server_with_a_pinned_channel_is_drained_when_that_is_not_pinned_any_m
     [channel] = balancer.at_home("s1")
     pin(cluster, channel, "s1")
     drain = {"action": "drain", "server": "s1"}
-    assert "cannot be drained, as channels are pinned there: unpin them" in cluster.refusal("server", drain)
+    refusal = cluster.refusal("server", drain)
+    assert f"cannot be drained, as channels are pinned there ({in_quotes(channel)}): unpin them" in refusal
     explained = cluster.ask("explain", {"name": slot_of(channel)}).result
     assert "a channel of this slot is pinned" in explained["stays"][0]
     cluster.ask("unpin", {"channel": channel})

@@ -238,6 +238,23 @@ def test_when_a_lease_is_deleted_while_its_balancer_hangs_that_one_can_write_no_
     assert _stands_by(first) and _leads(second) and cluster.is_quiet(second)
 
 
+def test_a_balancer_that_does_not_lead_shows_nothing_of_the_plan_that_it_had() -> None:
+    """Another one has led since: operators would read of pins and of a pause that are over."""
+    cluster, first = started(3)
+    cluster.ask("pin", {"channel": b"news", "to": "s2"})
+    cluster.ask("pause")
+    shown = first.machine.overview.status(cluster.now)
+    assert shown["paused"] and [pin["channel"] for pin in shown["pinned_channels"]] == [b"news"]
+    first.process.pause()
+    second = cluster.start()
+    cluster.run_until(lambda: _leads(second))
+    first.process.resume()
+    cluster.run(2)
+    assert _stands_by(first) and first.plan.administration.paused
+    shown = first.machine.overview.status(cluster.now)
+    assert (shown["version"], shown["paused"], shown["pinned"]) == (-1, False, 0)
+
+
 def test_a_refused_write_ends_the_term_and_the_next_one_is_above() -> None:
     cluster, balancer = started(3)
     newer = balancer.plan.version + 5000

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dynamoth.plan.plan import Plan
 from dynamoth_balancer.admin.compatibility import describe_rules
 from dynamoth_balancer.admin.health import Health, View, start_agent
 from dynamoth_balancer.admin.status import describe_channels, describe_decisions, describe_pins, describe_server
@@ -50,10 +51,14 @@ class Overview:
     counters: Counter[str]
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan while this balancer leads; None while it does not, as another one may have changed it since."""
+        return None if (installer := self.leadership.at_work) is None else installer.plan
+
+    @property
     def paused(self) -> bool:
-        """Whether administrators have paused the balancer; as far as this process knows."""
-        plan = self.leadership.plan
-        return plan is not None and plan.administration.paused
+        """Whether administrators have paused the balancer; False while it does not lead."""
+        return self.plan is not None and self.plan.administration.paused
 
     @property
     def stands_by(self) -> bool:
@@ -120,10 +125,10 @@ class Overview:
     def status(self, now: float) -> Mapping[str, Any]:
         """Return the state of everything, for people.
 
-        What an earlier term knew of copies and transitions is left out: another balancer may have changed both since,
-        and the list of servers, too.
+        What this balancer knew of the plan, its copies and transitions when it led is left out while it does not:
+        another one may have changed all of them since.
         """
-        plan, stage = self.leadership.plan, self.leadership.stage
+        plan, stage = self.plan, self.leadership.stage
         return {
             "stage": stage.value,
             "leading_s": now - self.leadership.since if stage is Stage.LEADING else None,

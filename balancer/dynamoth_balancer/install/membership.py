@@ -21,7 +21,7 @@ from typing import Any
 
 from dynamoth.errors import RequestRefused
 from dynamoth.machine.events import Connect, Disconnect, Send
-from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
+from dynamoth.names import SERVER_ID, SERVER_ID_WORDS, in_quotes
 from dynamoth.plan.administration import Administration
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.plan_wire import TEXT_MAX
@@ -199,9 +199,11 @@ class Membership:
                 f"server {server} cannot be drained, as {others}, and its channels would have nowhere to go: add a"
                 " server first ('dynamoth server add'), or end the draining of another one"
             )
-        if server in plan.administration.pinned_servers:
+        if pinned := sorted(channel for channel, pin in plan.administration.pins.items() if server in pin.servers):
+            more = f" and {len(pinned) - 1} more" if len(pinned) > 1 else ""
             raise RequestRefused(
-                f"server {server} cannot be drained, as channels are pinned there: unpin them, or pin them elsewhere"
+                f"server {server} cannot be drained, as channels are pinned there ({in_quotes(pinned[0])}{more}): unpin"
+                " them, or pin them elsewhere"
             )
         self._check_turn(installer)
         administration = replace(plan.administration, draining=installer.draining | {server})
