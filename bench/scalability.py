@@ -28,7 +28,7 @@ What the paper does not give
     The number of tiles, their size, how fast players are, and the thresholds. The number of tiles matters most: the
     fewer a server has, the less even consistent hashing is. Here the world has 4 x 4 tiles of 100 m, so that 15 players
     meet in a tile at the end, and players run at 5 m/s. ``--wide`` plays in a world of 8 x 8 tiles of 50 m, with 30 to
-    300 players, of whom five meet in a tile, and updates of 2,000 bytes.
+    300 players, of whom five meet in a tile, updates of 2,000 bytes, and the usual thresholds.
 
 What is possible
     ``most possible`` is the number of players whose demand (see ``bench.elasticity``) fills all servers. No system can
@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -98,6 +98,8 @@ class Setting:
     averaging_s: int
     wait_s: float
     rest_s: float
+    #: Settings of the balancer for Algorithm 1; empty for the usual ones.
+    thresholds: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def schedule(self) -> Schedule:
@@ -137,7 +139,7 @@ class Setting:
         """Return a system that is not started."""
         if name == DYNAMOTH:
             settings = {
-                **THRESHOLDS,
+                **self.thresholds,
                 "balancer.averaging_s": float(self.averaging_s),
                 "balancer.wait_s": self.wait_s,
                 "balancer.channel_rest_s": self.rest_s,
@@ -160,8 +162,9 @@ FULL = Setting(
     averaging_s=3,
     wait_s=4.0,
     rest_s=6.0,
+    thresholds=THRESHOLDS,
 )
-WIDE = replace(FULL, payload_bytes=2000, tiles_per_side=8, tile_side_m=50.0, players=(30, 300))
+WIDE = replace(FULL, payload_bytes=2000, tiles_per_side=8, tile_side_m=50.0, players=(30, 300), thresholds={})
 SMALL = Setting(
     servers=4,
     bytes_per_s_max=500_000,
