@@ -32,7 +32,7 @@ publisher), and two numbers per (publisher, channel); so it does not grow with t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from dynamoth_client.machines.sequences import SUSPICIONS
 
@@ -145,6 +145,10 @@ class Totals:
     needless_gaps: int = 0
     covered_losses: int = 0
 
+    def __add__(self, other: Totals) -> Totals:
+        """Return the sums over two runs."""
+        return Totals(*(mine + others for mine, others in zip(astuple(self), astuple(other), strict=True)))
+
 
 class Audit:
     """Checks the guarantees while a run goes on.
@@ -152,6 +156,7 @@ class Audit:
     Args:
         losses_allowed: whether a loss that a gap event covers is in order (G5) or breaks G1. True where servers,
             links, dispatchers or clients fail.
+        failures_allowed: whether a publish may fail; None: where losses are allowed.
         publish_s_max: bound of a publish, from its begin to its end.
         live: whether publishes are recorded at the moment at which they begin; see the module's text.
         ordered: False for publishers whose messages are only counted (raw ones, for which no guarantee but G1 holds);
@@ -164,12 +169,14 @@ class Audit:
         self,
         *,
         losses_allowed: bool = False,
+        failures_allowed: bool | None = None,
         publish_s_max: float = float("inf"),
         live: bool = True,
         ordered: Callable[[Publisher], bool] = lambda publisher: True,
         story: Callable[[Violation], list[str]] | None = None,
     ) -> None:
         self._losses_allowed = losses_allowed
+        self._failures_allowed = losses_allowed if failures_allowed is None else failures_allowed
         #: New streams are calm from this number on.
         self._calm_from = _FOR_EVER
         self._publish_s_max = publish_s_max
@@ -212,7 +219,7 @@ class Audit:
         if failed:
             self.totals.failed += 1
             stream.excused.add(number)
-            if not self._may_be_lost(stream, number):
+            if not self._failures_allowed or number >= stream.calm_from:
                 what = f"publish of {publisher}:{number} failed, though nothing else did"
                 self._violation("G4", what, at, channel, publisher=publisher, number=number)
         if at - began > self._publish_s_max:

@@ -20,8 +20,9 @@ from typing import Any
 from dynamoth.names import logical_channel
 from dynamoth.plan.plan import Location, Mode, single
 from dynamoth_client.machines.standalone import FRESH_S
-from dynamoth_sim.audit import Totals, Violation
+from dynamoth_sim.audit import Audit, Totals, Violation
 from dynamoth_sim.cluster import Cluster, short_options
+from dynamoth_sim.edge.run import EDGE_PROFILES, run_edge_profile
 from dynamoth_sim.faults.faults import Chaos
 from dynamoth_sim.faults.profiles import PROFILES, Profile, draw_profile
 from dynamoth_sim.load.workload import Workload
@@ -104,6 +105,9 @@ def run_seed(seed: int, name: str | None = None) -> Outcome:
     if name in SCENARIOS:
         return run_scenario(seed, name)
     world = World(seed, CHECK_EVERY)
+    if name in EDGE_PROFILES:
+        edge, live = run_edge_profile(world, EDGE_PROFILES[name])
+        return _outcome(name, edge.cluster, live, edge.logged_audit)
     drawn = draw_profile(world.random)
     return _run_profile(world, drawn if name is None else PROFILES[name])
 
@@ -130,7 +134,8 @@ def _run_profile(world: World, profile: Profile) -> Outcome:
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))
 
 
-def _outcome(name: str, cluster: Cluster, live: Callable[[], list[Violation]]) -> Outcome:
+def _outcome(name: str, cluster: Cluster, live: Callable[[], list[Violation]], also: Audit | None = None) -> Outcome:
+    """Run a world to its end, and sum up. ``also`` is a second audit."""
     world = cluster.world
     began = time.process_time()
     outcome = Outcome(world.seed, name)
@@ -139,7 +144,7 @@ def _outcome(name: str, cluster: Cluster, live: Callable[[], list[Violation]]) -
     except MachineFailed as error:
         text = "".join(traceback.format_exception(error)).strip()
         outcome.violations = [Violation("machine", text, world.now)]
-    outcome.totals = cluster.audit.totals
+    outcome.totals = cluster.audit.totals if also is None else cluster.audit.totals + also.totals
     outcome.digest = zlib.crc32(repr((world.digest, outcome.totals)).encode())
     outcome.steps = world.steps
     outcome.virtual_s = world.now

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from dynamoth_cli.numbers import count_up_to
+from dynamoth_sim.edge.run import EDGE_PROFILES
 from dynamoth_sim.faults.profiles import PROFILES
 from dynamoth_sim.run import parse_seeds, run_and_report
 from dynamoth_sim.scenarios.registry import SCENARIOS
@@ -15,14 +16,15 @@ JOBS_MAX = 1024
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    profiles = (*PROFILES, *EDGE_PROFILES)
     parser.add_argument(
         "--seeds", type=_seeds, required=True, metavar="A-B", help="seeds from A to B, both included, or one seed"
     )
     parser.add_argument(
         "--scenario",
-        choices=[*SCENARIOS, *PROFILES],
+        choices=[*SCENARIOS, *profiles],
         metavar="NAME",
-        help=f"a scenario, or a profile of faults: {', '.join(PROFILES)} (default: a profile drawn from each seed). An"
+        help=f"a scenario, or a profile of faults: {', '.join(profiles)} (default: a profile drawn from each seed). An"
         " unknown name lists all scenarios",
     )
     parser.add_argument(

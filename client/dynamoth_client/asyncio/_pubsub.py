@@ -10,6 +10,7 @@ from typing import Any
 from dynamoth_client.redis_py.errors import ClientClosed
 from dynamoth_client.runtime.queue import Failure, Item, Notice
 from dynamoth_client.runtime.reader import TURN_ITEMS_MAX, Reader
+from dynamoth_client.runtime.subscriptions import NOT_CONNECTED
 
 
 class PubSub(Reader):
@@ -30,6 +31,8 @@ class PubSub(Reader):
             their place says how many of which channel or pattern. All is normal again when half of the messages have
             been taken. ``"drop_oldest"``: the oldest quarter is dropped, and a gap in its place says the same.
             ``"disconnect"``: the subscriptions end, and ConnectionError is raised behind the messages that have come.
+        numbered: True makes ``data`` of messages with an envelope a :class:`NumberedPayload`: bytes that know the id of
+            their publisher and their number in its sequence. Lost where responses are decoded.
 
     Different from redis-py:
 
@@ -55,6 +58,15 @@ class PubSub(Reader):
 
     #: How many items were read since others had their turn.
     _turn = 0
+
+    def barrier(self, channel: Any) -> None:
+        """Have a message of type ``barrier`` come behind everything that was published on ``channel`` before this call.
+
+        Where messages were lost, the gap is before it. Raises RuntimeError while nothing is subscribed to.
+        """
+        if self._feed is None:
+            raise RuntimeError(NOT_CONNECTED)
+        self._feed.raise_barrier(bytes(self._encoder.encode(channel)))
 
     # Reading.
 

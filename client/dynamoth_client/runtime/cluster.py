@@ -95,7 +95,9 @@ class Cluster:
             )
         return self._publishing
 
-    async def open_feed(self, queue: MessageQueue, *, wants_gaps: bool, when_full: WhenFull = "block") -> Feed:
+    async def open_feed(
+        self, queue: MessageQueue, *, wants_gaps: bool, when_full: WhenFull = "block", numbered: bool = False
+    ) -> Feed:
         """Make the feed of a PubSub; bootstraps when needed. Raises as ``local_plan``, and ``MaxConnectionsError``."""
         local_plan = await self.local_plan()
         settings = self.settings
@@ -107,6 +109,7 @@ class Cluster:
                 unreachable_s=settings.unreachable_s,
                 wants_gaps=wants_gaps,
                 when_full=when_full,
+                numbered=numbered,
             )
         )
         self._feeds = {other for other in self._feeds if not other.is_stopped}

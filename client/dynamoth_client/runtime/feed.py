@@ -40,10 +40,13 @@ from dynamoth_client.machines.reachability import (
     WatchedSubscriber,
 )
 from dynamoth_client.machines.subscriber.events import (
+    BarrierPassed,
     Deliver,
     GapDetected,
+    RaiseBarrier,
     RegisterAction,
     Subscribe,
+    SubscriberOptions,
     SubscriptionConfirmed,
     SubscriptionEnded,
     SubscriptionFailed,
@@ -74,8 +77,9 @@ channel."""
 _SHARDED_COMMANDS = ("ssubscribe", "sunsubscribe")
 
 FeedAction = (
-    RegisterAction | Deliver | GapDetected | DeliverMatched | PatternGapDetected | NewerSoftware | ReachabilityAction
-)
+    RegisterAction | Deliver | GapDetected | BarrierPassed | DeliverMatched | PatternGapDetected | NewerSoftware
+    | ReachabilityAction
+)  # fmt: skip
 """The machines' actions that the feed executes itself, not the driver."""
 
 _logger = logging.getLogger("dynamoth_client")
@@ -93,6 +97,7 @@ class Feed:
         unreachable_s: float,
         wants_gaps: bool,
         when_full: WhenFull = "block",
+        numbered: bool = False,
     ) -> None:
         """Begin without subscriptions and without links.
 
@@ -103,6 +108,7 @@ class Feed:
             unreachable_s: readers get an error each time that no server has been reachable for this long.
             wants_gaps: whether gaps go into the queue; they are logged otherwise.
             when_full: how a full queue is treated; see ``WhenFull``.
+            numbered: whether payloads of channels have their places: see ``SubscriberOptions``.
 
         """
         self._queue = queue
@@ -125,7 +131,8 @@ class Feed:
         self._gaps_not_logged = 0
         #: How many gaps there have been.
         self.gaps = 0
-        self._subscriber = SubscriberMachine(secrets.randbits(64), local_plan)
+        options = SubscriberOptions(numbered=True) if numbered else None
+        self._subscriber = SubscriberMachine(secrets.randbits(64), local_plan, options)
         self._channels = self._run_machine(self._subscriber, self._take_expected)
         #: Made with the first pattern.
         self._patterns: _MachineRun | None = None
@@ -225,6 +232,10 @@ class Feed:
             raise errors.joined(faults, "no server of the subscribed channels can be reached (still trying):")
         run.driver.handle(Ping(message))
         return True
+
+    def raise_barrier(self, channel: bytes) -> None:
+        """Have a notice ``barrier`` come behind everything that was published on the channel before."""
+        self._channels.driver.handle(RaiseBarrier(channel))
 
     def pong(self, message: bytes) -> None:
         """Put a pong for a PING that was answered elsewhere."""
@@ -337,6 +348,8 @@ class Feed:
                 self._note_gap(GapInfo(channel, publisher, count, reason, sharded=sharded))
             case PatternGapDetected(pattern, matching, publisher, count, reason):
                 self._note_gap(GapInfo(pattern if matching is None else matching, publisher, count, reason, pattern))
+            case BarrierPassed(name):
+                self._queue.put(Notice("barrier", name, 0))
             case LinkOpened(link):
                 run.links.add(link)
                 if self._blocking is not None and self._blocking.is_paused:

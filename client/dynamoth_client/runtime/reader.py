@@ -99,7 +99,7 @@ class Reader(Subscriptions):
         kind = notice.kind
         name = None if notice.channel is None else self._name(notice.channel)
         message = {"type": kind, "pattern": None, "channel": name, "data": self._data(notice)}
-        if kind in ("gap", "pong"):
+        if kind in ("gap", "pong", "barrier"):
             return message
         if kind.endswith("unsubscribe"):
             subscribed, pending = self._registry(kind)

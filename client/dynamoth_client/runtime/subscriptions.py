@@ -70,6 +70,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
         gaps: bool = False,
         max_queue: int = MAX_QUEUE,
         when_full: WhenFull = "block",
+        numbered: bool = False,
         push_handler_func: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -89,6 +90,7 @@ class Subscriptions(redis.asyncio.client.PubSub):
         self._gaps = gaps
         self._max_queue = max_queue
         self._when_full: WhenFull = when_full
+        self._numbered = numbered
         self._queue = MessageQueue(max_queue)
         #: Set by ``connect`` and all that needs it, before anything is awaited; cleared by ``aclose``.
         self._is_begun = False
@@ -291,7 +293,9 @@ class Subscriptions(redis.asyncio.client.PubSub):
     async def _open(self) -> Feed:
         wants_gaps = self._gaps or self._on_gap is not None
         try:
-            self._feed = await self._cluster.open_feed(self._queue, wants_gaps=wants_gaps, when_full=self._when_full)
+            self._feed = await self._cluster.open_feed(
+                self._queue, wants_gaps=wants_gaps, when_full=self._when_full, numbered=self._numbered
+            )
         except Exception as error:
             if self._before is not None:  # subscriptions stay; the next use tries again, and readers at once
                 self._opening = self._loop = None

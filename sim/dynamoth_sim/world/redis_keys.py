@@ -1,4 +1,4 @@
-"""The key space of the simulated Redis: strings that may expire, and hashes; no more than our machines use."""
+"""The key space of the simulated Redis: strings, hashes, streams, expiry; no more than our machines use."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Snapshot:
 
     strings: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
     hashes: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict[bytes, dict[bytes, bytes]])
+    streams: dict[bytes, dict[int, list[bytes]]] = field(default_factory=dict[bytes, dict[int, list[bytes]]])
     expiries: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
 
@@ -40,6 +41,8 @@ class KeySpace:
         self._clock = clock
         self._strings = dict(snapshot.strings)
         self._hashes = {key: dict(fields) for key, fields in snapshot.hashes.items()}
+        #: By key: the fields of each entry, by the first part of its id; the second part is always 0.
+        self._streams = {key: dict(entries) for key, entries in snapshot.streams.items()}
         self._expiries = dict(snapshot.expiries)
         self._commands: dict[bytes, Callable[[Sequence[bytes]], Any]] = {
             b"HSET": self._hset,
@@ -54,6 +57,8 @@ class KeySpace:
             b"SET": self._set,
             b"PEXPIRE": self._pexpire,
             b"PTTL": self._pttl,
+            b"XADD": self._xadd,
+            b"XRANGE": self._xrange,
         }
 
     def execute(self, words: Sequence[bytes]) -> Any:
@@ -69,7 +74,8 @@ class KeySpace:
     def snapshot(self) -> Snapshot:
         """Return a copy of everything."""
         hashes = {key: dict(fields) for key, fields in self._hashes.items()}
-        return Snapshot(dict(self._strings), hashes, dict(self._expiries))
+        streams = {key: dict(entries) for key, entries in self._streams.items()}
+        return Snapshot(dict(self._strings), hashes, streams, dict(self._expiries))
 
     def hash(self, key: bytes) -> dict[bytes, bytes]:
         """Return the fields of a hash; none where there is no such key."""
@@ -79,7 +85,7 @@ class KeySpace:
     @property
     def size_bytes(self) -> int:
         """About how much memory the keys take."""
-        return sum(len(key) + KEY_BYTES for key in (*self._strings, *self._hashes))
+        return sum(len(key) + KEY_BYTES for key in (*self._strings, *self._hashes, *self._streams))
 
     def _expire(self, key: bytes) -> None:
         if self._expiries.get(key, float("inf")) <= self._clock():
@@ -87,11 +93,12 @@ class KeySpace:
 
     def _exists(self, key: bytes) -> bool:
         self._expire(key)
-        return key in self._strings or key in self._hashes
+        return key in self._strings or key in self._hashes or key in self._streams
 
     def _delete(self, key: bytes) -> None:
         self._strings.pop(key, None)
         self._hashes.pop(key, None)
+        self._streams.pop(key, None)
         self._expiries.pop(key, None)
 
     # Hashes.
@@ -130,7 +137,7 @@ class KeySpace:
         if not self._exists(old):
             return ErrorReply("ERR no such key")
         self._delete(new)
-        for table in (self._strings, self._hashes, self._expiries):
+        for table in (self._strings, self._hashes, self._streams, self._expiries):
             _move(table, old, new)
         return b"OK"
 
@@ -151,6 +158,27 @@ class KeySpace:
             return -2
         expiry = self._expiries.get(words[1])
         return -1 if expiry is None else int((expiry - self._clock()) * 1000)
+
+    # Streams.
+
+    def _xadd(self, words: Sequence[bytes]) -> Any:
+        """Append an entry, and drop the oldest: at once, where Redis waits until it can drop a whole node (``~``)."""
+        _, key, maxlen, about, most, id_, *fields = words
+        assert (maxlen, about) == (b"MAXLEN", b"~"), f"XADD with {words!r:.200}"
+        entries = self._streams.setdefault(key, {})
+        number = int(id_.removesuffix(b"-0"))
+        assert number > max(entries, default=0), "ids of a stream increase"
+        entries[number] = list(fields)
+        while len(entries) > int(most):
+            del entries[next(iter(entries))]
+        return id_
+
+    def _xrange(self, words: Sequence[bytes]) -> Any:
+        _, key, first, last, count, most = words
+        assert (last, count) == (b"+", b"COUNT"), f"XRANGE with {words!r:.200}"
+        begin = 0 if first == b"-" else int(first.removesuffix(b"-0"))
+        found = [[b"%d-0" % number, fields] for number, fields in self._streams.get(key, {}).items() if number >= begin]
+        return found[: int(most)]
 
     # Strings.
 

@@ -23,6 +23,35 @@ class Unsubscribe:
 
 
 @dataclass(slots=True)
+class RaiseBarrier:
+    """Event: the application wants to know when everything that was published on the channel before has come."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class BarrierPassed:
+    """Action: it has come, or is covered by a gap."""
+
+    channel: bytes
+
+
+class NumberedPayload(bytes):
+    """A payload with its place in the sequence of its publisher (``SubscriberOptions.numbered``)."""
+
+    publisher: int
+    number: int
+
+
+def numbered(payload: bytes, publisher: int, number: int) -> NumberedPayload:
+    """Return a payload with its place."""
+    result = NumberedPayload(payload)
+    result.publisher = publisher
+    result.number = number
+    return result
+
+
+@dataclass(slots=True)
 class SubscriptionConfirmed:
     """Action: from here on G1-G3 hold for the channel."""
 
@@ -67,12 +96,12 @@ class GapDetected:
 ListenerEvent = Start | LinkUp | LinkDown | Replied | Pushed | Tick
 """The events of a driver for a machine that never sends a ``SendAll``."""
 
-SubscriberEvent = ListenerEvent | Subscribe | Unsubscribe
+SubscriberEvent = ListenerEvent | Subscribe | Unsubscribe | RaiseBarrier
 
 RegisterAction = SubscriptionConfirmed | SubscriptionEnded | SubscriptionFailed
 """The actions that subscribers to channels and to patterns share."""
 
-SubscriberAction = LinkAction | RegisterAction | Deliver | GapDetected | NewerSoftware
+SubscriberAction = LinkAction | RegisterAction | Deliver | GapDetected | BarrierPassed | NewerSoftware
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +152,5 @@ class SubscriberOptions:
     """A publisher is forgotten when nothing has come from it for this time, or for up to twice this."""
     ended_max: int = 1000
     """Ended channels whose numbers are remembered at most, for a new subscription."""
+    numbered: bool = False
+    """Whether payloads are :class:`NumberedPayload`, but for those of plain messages."""

@@ -8,7 +8,8 @@ it follows and *places*, the locations where it listens. The parts of the machin
 * :class:`Register`: what the application has subscribed to and ended, and the acknowledgements that it waits for;
 * :class:`Routing`: which route a subscription follows, and how it moves to a newer one;
 * :class:`Listening`: the links, and SUBSCRIBE and UNSUBSCRIBE on them;
-* :class:`ChannelMessages`: the messages that come over the links, and go out as :class:`Deliver`.
+* :class:`ChannelMessages`: the messages that come over the links, and go out as :class:`Deliver`;
+* :class:`Barriers`: when everything from before a moment has come.
 
 The machine itself begins and ends subscriptions. A subscription has ended when the servers of all its places have
 acknowledged UNSUBSCRIBE: messages that were on their way are delivered before.
@@ -27,8 +28,10 @@ from dynamoth.plan.plan import Location
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.register import Register, State
 from dynamoth_client.machines.sequences import Sequences
+from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import (
     GapDetected,
+    RaiseBarrier,
     Subscribe,
     SubscriberAction,
     SubscriberEvent,
@@ -71,6 +74,7 @@ class SubscriberMachine:
         self._listening = Listening(shared)
         self._routing = Routing(shared, self._listening)
         self._messages = ChannelMessages(shared, self._listening, self._routing, self._on_acknowledgement)
+        self._barriers = Barriers(shared, self._listening)
         #: The machine's :class:`~dynamoth.machine.events.DirectDelivery`.
         self.take_expected = self._messages.take_expected
 
@@ -91,6 +95,8 @@ class SubscriberMachine:
                 return [action for channel in event.channels for action in self._subscribe(channel, now)]
             case Unsubscribe():
                 return [action for channel in event.channels for action in self._unsubscribe(channel, now)]
+            case RaiseBarrier(channel):
+                return self._barriers.begin(channel, now)
             case LinkUp():
                 return self._listening.on_link_up(event.link, event.run_id)
             case LinkDown():
@@ -171,6 +177,8 @@ class SubscriberMachine:
             case ("unsubscribe", physical):
                 self.counters["refused_commands"] += 1
                 return self._on_unsubscribed(event.link, physical, now)
+            case ("barrier", number):
+                return self._barriers.on_answer(number, event.link, now)
             case ("alone", name):
                 return self._routing.on_alone_answer(name, now)
             case ("header",):
@@ -268,7 +276,7 @@ class SubscriberMachine:
                 actions += self._leave_ending(subscription, location, now)
             else:
                 actions += self._routing.on_disconnect(subscription, subscription.place(location), reason, now)
-        return actions
+        return [*actions, *self._barriers.on_link_down(event.link, now)]
 
     def _forget_idle(self, now: float) -> list[SubscriberAction]:
         """Forget, now and then, publishers that have been silent for long; at the start there is none."""

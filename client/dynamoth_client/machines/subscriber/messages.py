@@ -36,7 +36,7 @@ from dynamoth.protocol.envelope import (
 from dynamoth_client.machines.held_bytes import HeldMessages
 from dynamoth_client.machines.register import State
 from dynamoth_client.machines.sequences import Gap, Outcome
-from dynamoth_client.machines.subscriber.events import Deliver, GapDetected, SubscriberAction
+from dynamoth_client.machines.subscriber.events import Deliver, GapDetected, SubscriberAction, numbered
 from dynamoth_client.machines.subscriber.listening import Listening
 from dynamoth_client.machines.subscriber.part import Part, Shared
 from dynamoth_client.machines.subscriber.routing import Routing
@@ -65,6 +65,7 @@ class ChannelMessages(Part):
         """Begin. ``on_acknowledgement`` handles a push that is no message; gets its link, the push and the time."""
         super().__init__(shared)
         self._links = listening.links
+        self._numbers = self._options.numbered
         self._inbox = listening.inbox
         self._routing = routing
         self._on_acknowledgement = on_acknowledgement
@@ -110,7 +111,10 @@ class ChannelMessages(Part):
                 sequence = number >> QUIET_BITS
                 if sequence == expected and not stream.held:
                     stream.next = sequence + 1
-                    deliver((subscription.channel, data[HEADER_BYTES:]))
+                    payload = data[HEADER_BYTES:]
+                    deliver(
+                        (subscription.channel, numbered(payload, publisher, sequence) if self._numbers else payload)
+                    )
                 elif not stream.begun <= sequence < expected:  # a copy: many are, while the channel moves
                     return index
             elif data[:3] == MAGIC or (self._held.size_bytes and subscription.sequences.holds):
@@ -145,11 +149,12 @@ class ChannelMessages(Part):
         flags = envelope.flags
         if subscription.is_moving and Location(link, physical) in subscription.targets:
             flags |= ROUTE_CHANGED  # earlier messages of this place are on their way to the one that is being left
+        payload = envelope.payload
         outcomes = subscription.sequences.arrive(
             envelope.publisher,
             envelope.sequence,
             flags,
-            envelope.payload,
+            numbered(payload, envelope.publisher, envelope.sequence) if self._numbers else payload,
             now,
             envelope.previous_at(now),
             subscription.confirmed_at,

@@ -1,0 +1,348 @@
+"""Brings publications to the users of an interest: each once, in the order of the log, without holes.
+
+Theory of operation
+-------------------
+A logged interest has one cursor, ``tip``, for all LIVE subscriptions: only the publication behind it is sent to them.
+A publication that comes too early waits; the missing ones are read from the log. So does a broker that has noticed a
+gap of its Dynamoth subscription, and now and then one that has noticed nothing (the publisher may have died between
+append and publish).
+
+A subscription that begins somewhere else has a cursor of its own. It reads the log page by page, at the pace of its
+connection, and becomes LIVE in the moment in which it has sent what the LIVE ones have. What a page shows beyond the
+tip goes to all. So there is no buffer per user, and one rule serves a reconnect, a migration, a crash and a reader who
+was too slow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from dynamoth.edge.frames import Data, Error, Gap, Subscribed
+from dynamoth.edge.log import LogPage
+from dynamoth.edge.publications import Position, unpack_publication
+from dynamoth.errors import MalformedMessage
+from dynamoth.machine.timers import Timers
+from dynamoth_broker.events import Broadcast, BrokerAction, BrokerOptions, Transmit
+from dynamoth_broker.interests import Phase, SharedInterest
+from dynamoth_broker.logs import Logs
+from dynamoth_broker.sessions import Stage, Subscription
+
+RETENTION = "retention"
+LOG_LOST = "log_lost"
+SLOW = "slow"
+
+RETRY_S = 1.0
+"""A page that could not be read is read again after this time."""
+
+LOG_UNAVAILABLE = "the server of the log does not answer: try again"
+
+
+class Delivery:
+    """Delivers what comes, and what is in the logs. Its owner removes subscriptions that were refused."""
+
+    def __init__(
+        self, options: BrokerOptions, logs: Logs, timers: Timers[BrokerAction], counters: Counter[str]
+    ) -> None:
+        """Begin; all arguments are shared with the owner."""
+        self._options = options
+        self._logs = logs
+        self._timers = timers
+        self._counters = counters
+        #: Subscriptions that were refused since the owner looked last.
+        self.refused: list[Subscription] = []
+        #: Subscriptions that were answered since the owner looked last.
+        self.answered: list[Subscription] = []
+
+    # An interest begins.
+
+    def on_confirmed(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+        """Begin to deliver an interest whose channel is confirmed."""
+        if interest.is_logged:
+            interest.phase = Phase.CONFIRMED
+            return self._open(interest, now)
+        interest.phase = Phase.OPEN
+        actions: list[BrokerAction] = []
+        for subscription in list(interest.others.values()):
+            actions += self.begin(subscription, now)
+        return actions
+
+    def _open(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+        """Read where the log is now."""
+        if interest.is_reading:
+            return []
+        interest.is_reading = True
+        return self._logs.read(interest.id, 0, 0, partial(self._opened, interest), now)
+
+    def _opened(self, interest: SharedInterest, page: LogPage | None, now: float) -> Sequence[BrokerAction]:
+        interest.is_reading = False
+        if interest.phase is not Phase.CONFIRMED:
+            return []  # it was left
+        waiting = list(interest.others.values())
+        actions: list[BrokerAction] = []
+        if page is None:
+            for subscription in waiting:
+                actions += self._refuse(subscription)
+            return actions
+        interest.phase = Phase.OPEN
+        interest.begin_epoch(page.epoch, page.tip)
+        for subscription in waiting:
+            actions += self.begin(subscription, now)
+        return [*actions, *self._drain(interest, now)]
+
+    # A subscription begins.
+
+    def begin(self, subscription: Subscription, now: float) -> list[BrokerAction]:
+        """Bring a subscription to where its interest is, once that is possible."""
+        interest = subscription.interest
+        if interest.phase is Phase.CONFIRMED:
+            return self._open(interest, now)
+        if interest.phase is not Phase.OPEN:
+            return []
+        if not interest.is_logged:
+            return self._go_live(subscription, Subscribed(subscription.ref, interest.id))
+        since = subscription.since
+        if since is None or since == Position(interest.epoch, interest.tip):
+            position = Position(interest.epoch, interest.tip)
+            return self._go_live(subscription, Subscribed(subscription.ref, interest.id, position))
+        if since.epoch == interest.epoch and (frames := interest.recent_after(since.offset)) is not None:
+            confirmation = Subscribed(subscription.ref, interest.id, since)
+            return self._go_live(subscription, confirmation, frames)
+        first_page = partial(self._first_page, subscription)
+        return self._logs.read(interest.id, since.offset, self._options.page_entries, first_page, now)
+
+    def _go_live(
+        self, subscription: Subscription, confirmation: Subscribed, frames: Sequence[Data] = ()
+    ) -> list[BrokerAction]:
+        connection = subscription.session.connection
+        self._confirm(subscription, Stage.LIVE)
+        return [Transmit(connection, confirmation), *(Transmit(connection, frame) for frame in frames)]
+
+    def _confirm(self, subscription: Subscription, stage: Stage) -> None:
+        subscription.interest.set_stage(subscription, stage)
+        self.answered.append(subscription)
+
+    def _first_page(self, subscription: Subscription, page: LogPage | None, now: float) -> Sequence[BrokerAction]:
+        """Confirm a subscription, and say what of its past is lost."""
+        if subscription.is_ended or subscription.stage is not Stage.WAITING:
+            return []
+        if page is None:
+            return self._refuse(subscription)
+        interest, since = subscription.interest, subscription.since
+        assert since is not None, "a subscription without a past needs no page"
+        actions = self._absorb(interest, page, now)
+        known = since.epoch == page.epoch and since.offset <= page.tip
+        begins_at = max(since.offset, page.first - 1) if known else page.first - 1
+        position = Position(page.epoch, begins_at)
+        connection = subscription.session.connection
+        subscription.cursor = begins_at
+        recovered = known and begins_at == since.offset
+        actions.append(Transmit(connection, Subscribed(subscription.ref, interest.id, position, recovered)))
+        if not recovered:
+            self._counters["gaps"] += 1
+            gap = (
+                Gap(interest.id, RETENTION, since.offset + 1, begins_at, position)
+                if known
+                else Gap(interest.id, LOG_LOST, since.offset + 1, None, position)
+            )
+            actions.append(Transmit(connection, gap))
+        self._confirm(subscription, Stage.CATCHING)
+        entries = page if begins_at == since.offset else None
+        return [*actions, *self._catch_up(subscription, entries, now)]
+
+    def _refuse(self, subscription: Subscription) -> list[BrokerAction]:
+        self.refused.append(subscription)
+        error = Error("log_unavailable", LOG_UNAVAILABLE, "later", round(RETRY_S * 1000), subscription.ref)
+        return [Transmit(subscription.session.connection, error)]
+
+    # A subscription that is behind.
+
+    def _catch_up(self, subscription: Subscription, page: LogPage | None, now: float) -> list[BrokerAction]:
+        """Send what a page has behind the cursor; go live, or read the next page when the connection has room."""
+        interest, connection = subscription.interest, subscription.session.connection
+        actions: list[BrokerAction] = []
+        if page is not None:
+            for offset, payload in page.entries:
+                if offset == subscription.cursor + 1:
+                    subscription.cursor = offset
+                    actions.append(Transmit(connection, Data(interest.id, payload, offset)))
+        if subscription.cursor >= interest.tip:
+            interest.set_stage(subscription, Stage.LIVE)
+            return actions
+        if subscription.session.slow_since is not None:
+            return actions  # `go_on` reads the next page
+        frames = interest.recent_after(subscription.cursor)
+        if frames is not None:
+            interest.set_stage(subscription, Stage.LIVE)
+            return [*actions, *(Transmit(connection, frame) for frame in frames)]
+        next_page = partial(self._next_page, subscription, interest.epoch)
+        return [
+            *actions,
+            *self._logs.read(interest.id, subscription.cursor, self._options.page_entries, next_page, now),
+        ]
+
+    def _next_page(
+        self, subscription: Subscription, epoch: int, page: LogPage | None, now: float
+    ) -> Sequence[BrokerAction]:
+        interest = subscription.interest
+        if subscription.is_ended or subscription.stage is not Stage.CATCHING or interest.epoch != epoch:
+            return []  # a new life of the log began meanwhile: `_begin_epoch` has taken care of it
+        if page is None:
+            self._timers.add(now + RETRY_S, self._retry, subscription, epoch)
+            return []
+        actions = self._absorb(interest, page, now)
+        if interest.epoch != epoch or subscription.stage is not Stage.CATCHING:
+            return actions
+        if page.first > subscription.cursor + 1:  # it was too slow for the log
+            actions += self._skip(subscription, page)
+        return [*actions, *self._catch_up(subscription, page, now)]
+
+    def _retry(self, subscription: Subscription, epoch: int, now: float) -> Sequence[BrokerAction]:
+        if subscription.is_ended or subscription.stage is not Stage.CATCHING or subscription.interest.epoch != epoch:
+            return []
+        return self._catch_up(subscription, None, now)
+
+    def _skip(self, subscription: Subscription, page: LogPage) -> list[BrokerAction]:
+        """Report what the log has dropped."""
+        self._counters["gaps"] += 1
+        first, subscription.cursor = subscription.cursor + 1, page.first - 1
+        position = Position(page.epoch, subscription.cursor)
+        gap = Gap(subscription.interest.id, RETENTION, first, subscription.cursor, position)
+        return [Transmit(subscription.session.connection, gap)]
+
+    def pause(self, subscription: Subscription) -> None:
+        """Let a subscription fall behind, as its connection is full; ``go_on`` ends that."""
+        if subscription.stage is Stage.LIVE:
+            interest = subscription.interest
+            subscription.cursor = interest.tip
+            interest.set_stage(subscription, Stage.CATCHING)
+
+    def go_on(self, subscription: Subscription, now: float) -> list[BrokerAction]:
+        """Deliver again what was paused."""
+        if subscription.stage is not Stage.CATCHING:
+            return []
+        if subscription.interest.is_logged:
+            return self._catch_up(subscription, None, now)
+        subscription.interest.set_stage(subscription, Stage.LIVE)
+        self._counters["gaps"] += 1
+        return [Transmit(subscription.session.connection, Gap(subscription.interest.id, SLOW))]
+
+    # What comes.
+
+    def on_publication(self, interest: SharedInterest, payload: bytes, now: float) -> list[BrokerAction]:
+        """Deliver a message of the interest's channel."""
+        if not interest.is_logged:
+            if not interest.live:
+                return []
+            publisher: int | None = getattr(payload, "publisher", None)
+            place = None if publisher is None else (publisher, int(getattr(payload, "number", 0)))
+            return [Broadcast(interest.live_connections, Data(interest.id, payload, None, place))]
+        try:
+            publication = unpack_publication(payload)
+        except MalformedMessage:
+            self._counters["malformed"] += 1
+            return []
+        epoch, offset = publication.epoch, publication.offset
+        is_open = interest.phase is Phase.OPEN
+        if is_open and epoch == interest.epoch:
+            if offset <= interest.tip:
+                return []
+            if offset == interest.tip + 1:
+                actions = [self._deliver(interest, offset, publication.payload)]
+                return actions if not interest.pending else [*actions, *self._drain(interest, now)]
+        if len(interest.pending) < self._options.pending_max:
+            interest.pending[epoch, offset] = publication.payload
+        return self.compare(interest, now) if is_open else []
+
+    def _deliver(self, interest: SharedInterest, offset: int, payload: bytes) -> BrokerAction:
+        """Send the next publication to all LIVE subscriptions."""
+        frame = Data(interest.id, payload, offset)
+        interest.tip = offset
+        interest.remember(frame, self._options)
+        return Broadcast(interest.live_connections, frame)
+
+    def _drain(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+        """Deliver the waiting publications whose turn has come; read the log if others still wait."""
+        actions: list[BrokerAction] = []
+        pending = interest.pending
+        while (payload := pending.pop((interest.epoch, interest.tip + 1), None)) is not None:
+            actions.append(self._deliver(interest, interest.tip + 1, payload))
+        for key in [key for key in pending if key[0] == interest.epoch and key[1] <= interest.tip]:
+            del pending[key]
+        return [*actions, *self.compare(interest, now)] if pending else actions
+
+    def compare(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+        """Read the log behind the tip, for all users, unless that is under way."""
+        if interest.is_reading or interest.phase is not Phase.OPEN or not interest.is_logged:
+            return []
+        interest.is_reading = True
+        return self._logs.read(
+            interest.id, interest.tip, self._options.page_entries, partial(self._compared, interest), now
+        )
+
+    def _compared(self, interest: SharedInterest, page: LogPage | None, now: float) -> Sequence[BrokerAction]:
+        interest.is_reading = False
+        if interest.phase is not Phase.OPEN:
+            return []
+        if page is None:
+            if interest.pending:
+                self._timers.add(now + RETRY_S, self._compare_again, interest)
+            return []
+        actions = self._absorb(interest, page, now)
+        if interest.tip < page.tip:
+            return [*actions, *self.compare(interest, now)]
+        interest.pending = {key: each for key, each in interest.pending.items() if key[0] == interest.epoch}
+        return [*actions, *self._drain(interest, now)]
+
+    def _compare_again(self, interest: SharedInterest, now: float) -> Sequence[BrokerAction]:
+        return self.compare(interest, now)
+
+    def _absorb(self, interest: SharedInterest, page: LogPage, now: float) -> list[BrokerAction]:
+        """Deliver to all what a page shows beyond the tip."""
+        actions: list[BrokerAction] = []
+        if page.epoch != interest.epoch:
+            actions += self._begin_epoch(interest, page, now)
+        for offset, payload in page.entries:
+            if offset == interest.tip + 1:
+                actions.append(self._deliver(interest, offset, payload))
+        if page.first > interest.tip + 1:
+            actions += self._jump(interest, page, RETENTION)
+        return actions
+
+    def _begin_epoch(self, interest: SharedInterest, page: LogPage, now: float) -> list[BrokerAction]:
+        """Begin another life of the log: nobody knows what the former one has lost."""
+        self._counters["logs_lost"] += 1
+        actions: list[BrokerAction] = []
+        position = Position(page.epoch, page.first - 1)
+        gap = Gap(interest.id, LOG_LOST, interest.tip + 1, None, position)
+        behind = [each for each in interest.others.values() if each.stage is Stage.CATCHING]
+        for subscription in behind:
+            connection = subscription.session.connection
+            actions.append(Transmit(connection, Gap(interest.id, LOG_LOST, subscription.cursor + 1, None, position)))
+            subscription.cursor = position.offset
+        if interest.live:
+            actions.append(Broadcast(interest.live_connections, gap))
+        self._counters["gaps"] += interest.users
+        interest.begin_epoch(page.epoch, position.offset)
+        for subscription in behind:
+            actions += self._catch_up(subscription, None, now)
+        return actions
+
+    def _jump(self, interest: SharedInterest, page: LogPage, reason: str) -> list[BrokerAction]:
+        """Go on where the log begins: what is missing was dropped before this broker could read it."""
+        first, position = interest.tip + 1, Position(page.epoch, page.first - 1)
+        interest.begin_epoch(page.epoch, position.offset)
+        self._counters["gaps"] += len(interest.live)
+        if not interest.live:
+            return []
+        return [Broadcast(interest.live_connections, Gap(interest.id, reason, first, position.offset, position))]
+
+    def on_gap(self, interest: SharedInterest, count: int | None, reason: str, now: float) -> list[BrokerAction]:
+        """Handle a gap of the channel: read the log, or report it where there is none."""
+        if interest.is_logged:
+            return self.compare(interest, now)
+        self._counters["gaps"] += len(interest.live)
+        if not interest.live:
+            return []
+        return [Broadcast(interest.live_connections, Gap(interest.id, reason, count=count))]

@@ -1,0 +1,304 @@
+"""The vocabulary of a broker: its own events and actions, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from dynamoth.edge.frames import Connect, Frame, UserFrame
+from dynamoth.edge.log import LogOptions
+from dynamoth.globs import compile_glob
+from dynamoth.machine.events import LinkAction, LinkEvent
+
+ConnectionId = Hashable
+"""What the runtime calls a user's connection; the machine only keeps it."""
+
+# Close codes of a user's connection; docs/brokers.md says what the user does then.
+GOING_AWAY = 1001
+RESTARTING = 1012
+FULL = 1013
+TOKEN_REFUSED = 4001
+TOKEN_EXPIRED = 4002
+TOO_SLOW = 4003
+TAKEN_OVER = 4004
+PROTOCOL_ERROR = 4005
+NORMAL = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The rights of a user: patterns of channels and queries. ``user`` is the subject of the token, empty for anybody.
+
+    ``expires_at`` is a time of the machine; None: never.
+    """
+
+    user: str = ""
+    channels: tuple[str, ...] = ("*",)
+    queries: tuple[str, ...] = ("*",)
+    publish: tuple[str, ...] = ()
+    #: Parameters whose values the token fixes, by query and name.
+    bound: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    expires_at: float | None = None
+
+    def may_subscribe(self, kind: str, name: str) -> bool:
+        """Return whether the user may subscribe to a channel or query."""
+        return _matches(self.channels if kind == "channel" else self.queries, name)
+
+    def may_publish(self, channel: str) -> bool:
+        """Return whether the user may publish on a channel."""
+        return _matches(self.publish, channel)
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(pattern == "*" or compile_glob(pattern.encode()).fullmatch(name.encode()) for pattern in patterns)
+
+
+# Events.
+
+
+@dataclass(slots=True)
+class Opened:
+    """Event: a user's connection has sent its ``connect``, with a token that grants this."""
+
+    connection: ConnectionId
+    connect: Connect
+    grant: Grant
+
+
+@dataclass(slots=True)
+class Received:
+    """Event: a frame of a connection that was ``Opened``; not a ``Connect``, and no ``Refresh``."""
+
+    connection: ConnectionId
+    frame: UserFrame
+
+
+@dataclass(slots=True)
+class Refreshed:
+    """Event: a connection has brought a new token, which grants this."""
+
+    connection: ConnectionId
+    grant: Grant
+
+
+@dataclass(slots=True)
+class Closed:
+    """Event: a connection that was ``Opened`` is gone."""
+
+    connection: ConnectionId
+
+
+@dataclass(slots=True)
+class Overflowed:
+    """Event: more bytes wait to be sent to a connection than may."""
+
+    connection: ConnectionId
+
+
+@dataclass(slots=True)
+class Writable:
+    """Event: most of these bytes have been sent."""
+
+    connection: ConnectionId
+
+
+@dataclass(slots=True)
+class ChannelConfirmed:
+    """Event: the Dynamoth client has confirmed a subscription."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class ChannelEnded:
+    """Event: the Dynamoth client has ended a subscription. It comes for each ``UnsubscribeChannel``."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class ChannelFailed:
+    """Event: a Redis server has refused a subscription."""
+
+    channel: bytes
+    reason: str
+
+
+@dataclass(slots=True)
+class Publications:
+    """Event: messages of channels, ``(channel, payload)``, in order.
+
+    A payload with attributes ``publisher`` and ``number`` has a place in the sequence of its publisher.
+    """
+
+    messages: Sequence[tuple[bytes, bytes]]
+
+
+@dataclass(slots=True)
+class ChannelGap:
+    """Event: messages of a channel are missing here; ``count`` None for unknown."""
+
+    channel: bytes
+    count: int | None
+    reason: str
+
+
+@dataclass(slots=True)
+class BarrierPassed:
+    """Event: all that was published on the channel before ``RaiseBarrier`` has come."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class MessagePublished:
+    """Event: the Dynamoth client has published a message, or has failed to: ``reason`` says why then."""
+
+    token: object
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class MoveSession:
+    """Event: a user is to be moved to one of these brokers."""
+
+    connection: ConnectionId
+    to: tuple[str, ...]
+    ticket: str | None = None
+
+
+@dataclass(slots=True)
+class Drain:
+    """Event: move every user to other brokers, at ``sessions_per_s``, and take no more."""
+
+    sessions_per_s: float
+
+
+@dataclass(slots=True)
+class EndDrain:
+    """Event: take users again; those who were not asked to move yet stay."""
+
+
+@dataclass(slots=True)
+class Stop:
+    """Event: close every connection, so that users connect elsewhere."""
+
+
+BrokerEvent = (
+    LinkEvent | Opened | Received | Refreshed | Closed | Overflowed | Writable | ChannelConfirmed | ChannelEnded
+    | ChannelFailed | Publications | ChannelGap | BarrierPassed | MessagePublished | MoveSession
+    | Drain | EndDrain | Stop
+)  # fmt: skip
+
+
+# Actions.
+
+
+@dataclass(slots=True)
+class Transmit:
+    """Action: send a frame to one connection."""
+
+    connection: ConnectionId
+    frame: Frame
+
+
+@dataclass(slots=True)
+class Broadcast:
+    """Action: send the same frame to many connections."""
+
+    connections: Sequence[ConnectionId]
+    frame: Frame
+
+
+@dataclass(slots=True)
+class CloseConnection:
+    """Action: close a connection. ``Closed`` follows."""
+
+    connection: ConnectionId
+    code: int
+    reason: str
+
+
+@dataclass(slots=True)
+class SubscribeChannel:
+    """Action: subscribe to a channel with the Dynamoth client."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class UnsubscribeChannel:
+    """Action: end that subscription."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class RaiseBarrier:
+    """Action: have ``BarrierPassed`` come behind everything that was published on the channel before."""
+
+    channel: bytes
+
+
+@dataclass(slots=True)
+class PublishMessage:
+    """Action: publish with the Dynamoth client; ``MessagePublished`` with the ``token`` follows if that is not None."""
+
+    channel: bytes
+    payload: bytes
+    token: object = None
+
+
+@dataclass(slots=True)
+class LogLinkChanged:
+    """Action: a connection to a log server is up (``reason`` None), or was lost. For the log of the process."""
+
+    server: str
+    reason: str | None
+
+
+BrokerAction = (
+    LinkAction | Transmit | Broadcast | CloseConnection | SubscribeChannel | UnsubscribeChannel | RaiseBarrier
+    | PublishMessage | LogLinkChanged
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerOptions:
+    """Options of a broker."""
+
+    #: The name of this broker, in reports and in ``connected``.
+    id: str
+    #: Log servers, by id.
+    logs: dict[str, str] = field(default_factory=dict[str, str])
+    #: Patterns of the channels that are logged.
+    history: tuple[str, ...] = ()
+    log: LogOptions = field(default_factory=LogOptions)
+    #: Other brokers, for users who come when this one is full, drained or gone.
+    alternates: tuple[str, ...] = ()
+    sessions_max: int = 100_000
+    subscriptions_per_session_max: int = 128
+    #: An interest that nobody has is kept for this time, so that users who come and go cost Redis nothing.
+    linger_s: float = 10.0
+    #: The tips of all logs are compared this often: a publisher may die between append and publish.
+    tip_check_s: float = 5.0
+    #: A user waits this long for the server of a log.
+    log_wait_s: float = 5.0
+    #: Publications that are read from a log at a time.
+    page_entries: int = 64
+    #: The latest publications of an interest that are kept for users who come back, at most, and their bytes.
+    recent_entries_max: int = 128
+    recent_bytes_max: int = 65_536
+    #: Publications that wait for an earlier one, at most; more are read from the log later.
+    pending_max: int = 1000
+    ping_s: float = 25.0
+    pong_timeout_s: float = 10.0
+    ack_s: float = 1.0
+    #: A connection that reads nothing for this time is closed.
+    slow_s_max: float = 60.0
+    #: A user who was asked to move has this time.
+    move_timeout_s: float = 15.0
+    #: Users who are asked to move at once spread over this time.
+    move_spread_s: float = 0.5
+    #: A user who has left is disconnected after this time, if the user's own end does not do so.
+    grace_s: float = 10.0

@@ -1,0 +1,248 @@
+"""Reads and appends to the logs of interests, at the log servers.
+
+Reads are shared: whoever asks for the same page while it is under way gets the same answer. A read that the loss of a
+connection has interrupted is sent again; an append is not, as nobody knows whether it took effect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from dynamoth.edge.log import (
+    Appended,
+    LogOptions,
+    LogPage,
+    append_command,
+    log_server,
+    parse_appended,
+    parse_page,
+    read_command,
+)
+from dynamoth.errors import MalformedMessage
+from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Replied, Send
+from dynamoth.machine.timers import Timers
+from dynamoth_broker.events import BrokerAction, LogLinkChanged
+
+LINK_PREFIX = "log:"
+
+NO_RUN_ID = "it does not say which process it is: our user needs the right to INFO"
+
+OnPage = Callable[[LogPage | None, float], Sequence[BrokerAction]]
+"""Gets a page, or None if the log cannot be read, and the time."""
+
+OnAppended = Callable[[Appended | str, float], Sequence[BrokerAction]]
+"""Gets the place of what was appended, or why it was not, and the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Names what is read."""
+
+    interest_id: str
+    after: int
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A read that is under way, or waits for the connection."""
+
+    page: _Page
+    waiting: list[OnPage]
+
+
+@dataclass(slots=True, eq=False)
+class _Append:
+    """An append that is under way."""
+
+    on_appended: OnAppended
+
+
+@dataclass(slots=True)
+class _LogServer:
+    """One log server."""
+
+    url: str
+    #: Of the connection that is up; None while there is none.
+    run_id: str | None = None
+    #: Why there is no connection.
+    fault: str = "it was not reached yet"
+    #: Reads that are not answered, oldest first.
+    reads: dict[_Read, None] = field(default_factory=dict["_Read", None])
+    #: Those of publications, which others may share.
+    shared: dict[_Page, _Read] = field(default_factory=dict[_Page, _Read])
+    appends: dict[_Append, None] = field(default_factory=dict[_Append, None])
+
+
+class Logs:
+    """The logs of all interests. The owner hands it the events of its links."""
+
+    def __init__(
+        self,
+        servers: dict[str, str],
+        options: LogOptions,
+        incarnation: int,
+        wait_s: float,
+        timers: Timers[BrokerAction],
+        counters: Counter[str],
+    ) -> None:
+        """Begin without connections.
+
+        Args:
+            servers: URLs by id.
+            options: how long logs are kept.
+            incarnation: a random number of 64 bits, for new epochs.
+            wait_s: a read that is not answered for this time fails.
+            timers: of the owner.
+            counters: of the owner.
+
+        """
+        self._servers = {id_: _LogServer(url) for id_, url in servers.items()}
+        self._ids = tuple(self._servers)
+        self._options = options
+        self._incarnation = incarnation
+        self._wait_s = wait_s
+        self._timers = timers
+        self._counters = counters
+        self._epochs = 0
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether there is a log server."""
+        return bool(self._servers)
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """The log servers that do not answer, and why."""
+        return {id_: server.fault for id_, server in self._servers.items() if server.run_id is None}
+
+    def start(self) -> list[BrokerAction]:
+        """Connect to all log servers."""
+        return [Connect(LINK_PREFIX + id_, server.url) for id_, server in self._servers.items()]
+
+    def read(self, interest_id: str, after: int, count: int, on_page: OnPage, now: float) -> list[BrokerAction]:
+        """Read the tip of a log, and up to ``count`` publications behind the offset ``after``.
+
+        With ``count`` 0 the tip is one of after this call: that of a read that is under way may be older.
+        """
+        id_ = log_server(interest_id, self._ids)
+        server = self._servers[id_]
+        page = _Page(interest_id, after, count)
+        under_way = server.shared.get(page)
+        if under_way is not None:
+            under_way.waiting.append(on_page)
+            return []
+        read = _Read(page, [on_page])
+        server.reads[read] = None
+        if count:
+            server.shared[page] = read
+        self._timers.add(now + self._wait_s, self._timed_out, id_, read)
+        return self._send(id_, [read])
+
+    def append(self, interest_id: str, payload: bytes, on_appended: OnAppended, now: float) -> list[BrokerAction]:
+        """Append a publication to a log."""
+        id_ = log_server(interest_id, self._ids)
+        server = self._servers[id_]
+        if server.run_id is None:
+            return [*on_appended(server.fault, now)]
+        append = _Append(on_appended)
+        server.appends[append] = None
+        command = append_command(interest_id, payload, server.run_id, self._new_epoch(), self._options)
+        return [Send(LINK_PREFIX + id_, command, append)]
+
+    def _send(self, id_: str, reads: Iterable[_Read]) -> list[BrokerAction]:
+        server = self._servers[id_]
+        if server.run_id is None:
+            return []
+        actions: list[BrokerAction] = []
+        for read in reads:
+            page = read.page
+            command = read_command(
+                page.interest_id, server.run_id, self._new_epoch(), self._options, page.after, page.count
+            )
+            actions.append(Send(LINK_PREFIX + id_, command, read))
+        return actions
+
+    def _new_epoch(self) -> int:
+        self._epochs += 1
+        seed = b"%d %d" % (self._incarnation, self._epochs)
+        return int.from_bytes(blake2b(seed, digest_size=8).digest())
+
+    # Events of the links.
+
+    def on_up(self, event: LinkUp) -> list[BrokerAction]:
+        """Send what waits."""
+        id_ = event.link.removeprefix(LINK_PREFIX)
+        server = self._servers[id_]
+        if event.run_id is None and not self._options.durable:
+            server.fault = NO_RUN_ID
+            return [LogLinkChanged(id_, NO_RUN_ID)]
+        server.run_id = event.run_id or ""
+        return [LogLinkChanged(id_, None), *self._send(id_, server.reads)]
+
+    def on_down(self, event: LinkDown, now: float) -> list[BrokerAction]:
+        """Fail appends; reads wait for the next connection."""
+        id_ = event.link.removeprefix(LINK_PREFIX)
+        server = self._servers[id_]
+        server.run_id = None
+        server.fault = event.reason
+        appends, server.appends = server.appends, {}
+        actions: list[BrokerAction] = [LogLinkChanged(id_, event.reason)]
+        for append in appends:
+            actions += append.on_appended("unknown", now)
+        return actions
+
+    def on_reply(self, event: Replied, now: float) -> list[BrokerAction]:
+        """Hand an answer to those who wait for it."""
+        server = self._servers[event.link.removeprefix(LINK_PREFIX)]
+        tag = event.tag
+        if isinstance(tag, _Append):
+            del server.appends[tag]
+            return self._appended(tag, event.value, now)
+        assert isinstance(tag, _Read), f"not a request to a log: {tag!r}"
+        if not self._forget(server, tag):
+            return []  # it has timed out
+        return self._answer(tag, self._page_of(event.value), now)
+
+    @staticmethod
+    def _forget(server: _LogServer, read: _Read) -> bool:
+        """Forget a read that is answered or given up; tell whether it was still waited for."""
+        if read not in server.reads:
+            return False
+        del server.reads[read]
+        if server.shared.get(read.page) is read:
+            del server.shared[read.page]
+        return True
+
+    def _appended(self, append: _Append, value: object, now: float) -> list[BrokerAction]:
+        if isinstance(value, ErrorReply):
+            self._counters["log_errors"] += 1
+            return [*append.on_appended(str(value), now)]
+        try:
+            return [*append.on_appended(parse_appended(value), now)]
+        except MalformedMessage as error:
+            self._counters["malformed"] += 1
+            return [*append.on_appended(str(error), now)]
+
+    def _page_of(self, value: object) -> LogPage | None:
+        if isinstance(value, ErrorReply):
+            self._counters["log_errors"] += 1
+            return None
+        try:
+            return parse_page(value)
+        except MalformedMessage:
+            self._counters["malformed"] += 1
+            return None
+
+    def _timed_out(self, id_: str, read: _Read, now: float) -> Sequence[BrokerAction]:
+        return self._answer(read, None, now) if self._forget(self._servers[id_], read) else []
+
+    @staticmethod
+    def _answer(read: _Read, page: LogPage | None, now: float) -> list[BrokerAction]:
+        actions: list[BrokerAction] = []
+        for on_page in read.waiting:
+            actions += on_page(page, now)
+        return actions

@@ -1,0 +1,616 @@
+"""Decides everything that a broker does: sessions, shared interests, delivery, migration and drain.
+
+Theory of operation
+-------------------
+A user's connection is opened by ``Opened``, with its subscriptions; ``Delivery`` brings each of them to where its
+interest is. All that a user needs to go on elsewhere is at the user, so a broker hands nothing to another one.
+
+*Migration.* The broker asks a user to ``move``, and goes on delivering. The user resumes at the new broker, and says
+``leave`` here. For a live interest a barrier follows: whatever was published before the new broker's subscription is
+ahead of it. Then comes ``bye``; the user has everything, and closes the connection. A user who does not move stays.
+
+*Slow users.* Nobody waits for a connection. One that is full falls behind, by itself: see ``Delivery``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import assert_never
+
+from dynamoth.edge.frames import (
+    Ack,
+    Bye,
+    Connect,
+    Connected,
+    Error,
+    Leave,
+    Move,
+    MovedIn,
+    Ping,
+    Pong,
+    Published,
+    PublishRequest,
+    Refresh,
+    Subscribe,
+    Unsubscribe,
+    Unsubscribed,
+    Wanted,
+)
+from dynamoth.edge.interests import Interest
+from dynamoth.edge.log import Appended
+from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
+from dynamoth.globs import compile_glob
+from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, RepliedAll, Start, Tick
+from dynamoth.machine.timers import Timers
+from dynamoth.names import RESERVED_PREFIX
+from dynamoth_broker.delivery import Delivery
+from dynamoth_broker.events import (
+    FULL,
+    GOING_AWAY,
+    NORMAL,
+    RESTARTING,
+    TAKEN_OVER,
+    TOKEN_EXPIRED,
+    TOO_SLOW,
+    BarrierPassed,
+    BrokerAction,
+    BrokerEvent,
+    BrokerOptions,
+    ChannelConfirmed,
+    ChannelEnded,
+    ChannelFailed,
+    ChannelGap,
+    CloseConnection,
+    Closed,
+    ConnectionId,
+    Drain,
+    EndDrain,
+    Grant,
+    MessagePublished,
+    MoveSession,
+    Opened,
+    Overflowed,
+    Publications,
+    PublishMessage,
+    RaiseBarrier,
+    Received,
+    Refreshed,
+    Stop,
+    SubscribeChannel,
+    Transmit,
+    UnsubscribeChannel,
+    Writable,
+)
+from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
+from dynamoth_broker.logs import Logs
+from dynamoth_broker.sessions import Session, Stage, Subscription
+
+DRAIN_INTERVAL_S = 0.1
+"""While it is drained, a broker asks users to move this often."""
+
+RETRY_MS = 1000
+
+
+class BrokerMachine:
+    """One broker."""
+
+    def __init__(self, options: BrokerOptions, incarnation: int) -> None:
+        """Begin without users. ``incarnation`` is random, and new with each start."""
+        self._options = options
+        self._timers: Timers[BrokerAction] = Timers()
+        #: What happened, by kind, for metrics.
+        self.counters: Counter[str] = Counter()
+        self._logs = Logs(options.logs, options.log, incarnation, options.log_wait_s, self._timers, self.counters)
+        self._delivery = Delivery(options, self._logs, self._timers, self.counters)
+        self.interests = InterestTable()
+        self.sessions: dict[ConnectionId, Session] = {}
+        #: The connection of each session, the newest one.
+        self._by_key: dict[tuple[str, str], Session] = {}
+        self._history = [compile_glob(pattern.encode()) for pattern in options.history]
+        #: Sessions by when they are pinged next, and by when their answer is due; the earliest first.
+        self._pings: deque[tuple[float, Session]] = deque()
+        self._pongs: deque[tuple[float, Session]] = deque()
+        #: Sessions that wait for the barrier of a channel that was raised, and those for the next one.
+        self._barriers: dict[bytes, tuple[list[Session], list[Session]]] = {}
+        #: While drained: sessions that have not been asked to move yet, and how many may be asked now.
+        self._to_move: deque[Session] | None = None
+        self._moves_due = 0.0
+        self._drain_per_s = 0.0
+        #: Where the next user is sent.
+        self._next_alternate = 0
+        self._is_stopping = False
+        #: The time of the present event.
+        self._now = 0.0
+
+    # The contract of machines.
+
+    def handle(self, event: BrokerEvent, now: float) -> list[BrokerAction]:
+        """Handle one event; return the actions to execute, in order."""
+        self._now = now
+        actions = self._handle(event, now)
+        while self._delivery.refused or self._delivery.answered:
+            actions += self._account()
+        return actions
+
+    def deadline(self) -> float | None:
+        """Return when the next timer is due."""
+        return self._timers.next_at
+
+    def _handle(self, event: BrokerEvent, now: float) -> list[BrokerAction]:
+        match event:
+            case Publications(messages):
+                return self._on_publications(messages, now)
+            case Opened():
+                return self._on_opened(event, now)
+            case Received(connection, frame):
+                session = self.sessions.get(connection)
+                return [] if session is None or session.is_closed else self._on_frame(session, frame, now)
+            case Refreshed(connection, grant):
+                return self._on_refreshed(connection, grant, now)
+            case Closed(connection):
+                return self._on_closed(connection, now)
+            case Overflowed(connection):
+                return self._on_overflowed(connection, now)
+            case Writable(connection):
+                return self._on_writable(connection, now)
+            case ChannelConfirmed() | ChannelEnded() | ChannelFailed() | ChannelGap() | BarrierPassed():
+                return self._on_channel(event, now)
+            case MessagePublished(token, reason):
+                assert callable(token), "the token of PublishMessage"
+                result: list[BrokerAction] = token(reason)
+                return result
+            case MoveSession(connection, to, ticket):
+                session = self.sessions.get(connection)
+                return [] if session is None else self._move(session, to, ticket, now)
+            case Drain(rate):
+                return self._on_drain(rate, now)
+            case EndDrain():
+                self._to_move = None
+                return []
+            case Stop():
+                self._is_stopping = True
+                return [self._close(session, RESTARTING, "the broker restarts") for session in self._open_sessions()]
+            case Start():
+                self._timers.add(now + self._options.tip_check_s, self._check_tips)
+                self._timers.add(now + 1.0, self._keep_alive)
+                return self._logs.start()
+            case Tick():
+                return self._timers.run_due(now)
+            case LinkUp():
+                return self._logs.on_up(event)
+            case LinkDown():
+                return self._logs.on_down(event, now)
+            case Replied():
+                return self._logs.on_reply(event, now)
+            case Pushed() | RepliedAll():
+                return []  # nothing is subscribed to on links of logs
+            case _:
+                assert_never(event)
+
+    def _account(self) -> list[BrokerAction]:
+        """Note which subscriptions were answered and refused; say ``moved_in`` to users with the last answer."""
+        actions: list[BrokerAction] = []
+        refused, self._delivery.refused = self._delivery.refused, []
+        answered, self._delivery.answered = self._delivery.answered, []
+        for subscription in refused:
+            self._end(subscription)
+        for subscription in (*answered, *refused):
+            if subscription.is_of_connect:
+                subscription.is_of_connect = False
+                actions += self._count_answer(subscription.session)
+        return actions
+
+    @staticmethod
+    def _count_answer(session: Session) -> list[BrokerAction]:
+        """Count one more answer to a subscription of ``connect``."""
+        session.unanswered -= 1
+        return [] if session.unanswered or session.is_closed else [Transmit(session.connection, MovedIn())]
+
+    # Sessions.
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether users are moved away, and none are taken."""
+        return self._to_move is not None
+
+    @property
+    def logs(self) -> Logs:
+        """The log servers."""
+        return self._logs
+
+    def _open_sessions(self) -> list[Session]:
+        return [session for session in self.sessions.values() if not session.is_closed]
+
+    def _on_opened(self, event: Opened, now: float) -> list[BrokerAction]:
+        connection, connect = event.connection, event.connect
+        session = Session(connection, connect.session, event.grant, connect.generation, now)
+        self.sessions[connection] = session
+        if refusal := self._why_not_admitted(session, connect):
+            code, reason, error = refusal
+            self.counters[f"refused_{error.code}"] += 1
+            return [Transmit(connection, error), self._close(session, code, reason)]
+        actions: list[BrokerAction] = []
+        earlier = self._by_key.get(session.key)
+        self._by_key[session.key] = session
+        if earlier is not None and not earlier.is_closed:
+            actions.append(self._close(earlier, TAKEN_OVER, "a newer connection of this session is here"))
+        options = self._options
+        expires_in_s = None if event.grant.expires_at is None else max(0.0, event.grant.expires_at - now)
+        connected = Connected(session.name, options.id, options.alternates, options.ping_s, options.ack_s, expires_in_s)
+        actions.append(Transmit(connection, connected))
+        self._pings.append((now + options.ping_s, session))
+        if event.grant.expires_at is not None:
+            self._timers.add(event.grant.expires_at, self._expire, session)
+        session.unanswered = len(connect.subs)
+        for wanted in connect.subs:
+            actions += self._subscribe(session, wanted, now, is_of_connect=True)
+        if not connect.subs:
+            actions.append(Transmit(connection, MovedIn()))
+        return actions
+
+    def _why_not_admitted(self, session: Session, connect: Connect) -> tuple[int, str, Error] | None:
+        if self._is_stopping or self.is_draining:
+            error = Error("draining", "this broker takes no users now", "elsewhere", RETRY_MS)
+            return GOING_AWAY, "draining", error
+        if len(self.sessions) > self._options.sessions_max:
+            return FULL, "full", Error("full", "this broker has as many users as it may", "elsewhere", RETRY_MS)
+        earlier = self._by_key.get(session.key)
+        if earlier is not None and not earlier.is_closed and earlier.generation > connect.generation:
+            return TAKEN_OVER, "taken over", Error("taken_over", "a newer connection of this session is here")
+        return None
+
+    def _close(self, session: Session, code: int, reason: str) -> BrokerAction:
+        """Close a session's connection. Nothing more is delivered."""
+        session.is_closed = True
+        for subscription in list(session.subscriptions.values()):
+            self._end(subscription)
+        if self._by_key.get(session.key) is session:
+            del self._by_key[session.key]
+        return CloseConnection(session.connection, code, reason)
+
+    def _on_closed(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
+        session = self.sessions.pop(connection, None)
+        if session is not None and not session.is_closed:
+            self._close(session, NORMAL, "")
+        return []
+
+    def _expire(self, session: Session, now: float) -> Sequence[BrokerAction]:
+        expires_at = session.grant.expires_at
+        if session.is_closed or expires_at is None or expires_at > now:
+            return []
+        error = Error("token_expired", "the token has expired: connect with a new one")
+        return [Transmit(session.connection, error), self._close(session, TOKEN_EXPIRED, "the token has expired")]
+
+    def _on_refreshed(self, connection: ConnectionId, grant: Grant, now: float) -> list[BrokerAction]:
+        session = self.sessions.get(connection)
+        if session is None or session.is_closed or grant.user != session.grant.user:
+            return []
+        session.grant = grant
+        session.heard_at = now
+        if grant.expires_at is not None:
+            self._timers.add(grant.expires_at, self._expire, session)
+        return []
+
+    def _on_frame(self, session: Session, frame: object, now: float) -> list[BrokerAction]:
+        session.heard_at = now
+        match frame:
+            case Ack():
+                return []
+            case Pong():
+                return []
+            case Subscribe(wanted):
+                return self._subscribe(session, wanted, now)
+            case Unsubscribe(s):
+                subscription = session.subscriptions.get(s)
+                if subscription is not None:
+                    self._delivery.refused.append(subscription)
+                return [Transmit(session.connection, Unsubscribed(s))]
+            case PublishRequest():
+                return self._publish(session, frame, now)
+            case Leave():
+                return self._leave(session, now)
+            case Connect() | Refresh():
+                raise AssertionError("the runtime makes Opened and Refreshed of these")
+            case _:
+                raise AssertionError(f"not a frame of a user: {frame!r}")
+
+    # Subscriptions.
+
+    def is_logged(self, interest: Interest) -> bool:
+        """Return whether an interest has a log."""
+        if interest.kind == "query":
+            return True
+        return any(pattern.fullmatch(interest.name.encode()) for pattern in self._history)
+
+    def _subscribe(
+        self, session: Session, wanted: Wanted, now: float, *, is_of_connect: bool = False
+    ) -> list[BrokerAction]:
+        interest = wanted.interest
+        if error := self._why_not_subscribed(session, wanted):
+            refusal: list[BrokerAction] = [Transmit(session.connection, error)]
+            return [*refusal, *self._count_answer(session)] if is_of_connect else refusal
+        before = session.subscriptions.get(interest.id)
+        if before is not None:
+            self._end(before)
+            is_of_connect = is_of_connect or before.is_of_connect
+        shared = self.interests.by_id.get(interest.id)
+        actions: list[BrokerAction] = []
+        if shared is None:  # nothing is awaited between look-up and entry: two users never join twice
+            shared = SharedInterest(interest, is_logged=self.is_logged(interest))
+            self.interests.add(shared)
+            actions.append(SubscribeChannel(shared.channel))
+        elif shared.phase is Phase.LEAVING:
+            shared.phase = Phase.JOINING
+            actions.append(SubscribeChannel(shared.channel))
+        shared.idle_since = None
+        subscription = Subscription(session, shared, wanted.ref, wanted.since, is_of_connect)
+        session.subscriptions[interest.id] = subscription
+        shared.set_stage(subscription, Stage.WAITING)
+        return [*actions, *self._delivery.begin(subscription, now)]
+
+    def _why_not_subscribed(self, session: Session, wanted: Wanted) -> Error | None:
+        interest, ref = wanted.interest, wanted.ref
+        if not session.grant.may_subscribe(interest.kind, interest.name):
+            return Error("forbidden", f"the token does not allow this {interest.kind}", ref=ref)
+        bound = session.grant.bound.get(interest.name, {}) if interest.kind == "query" else {}
+        if any(interest.values.get(name) != value for name, value in bound.items()):
+            return Error("forbidden", "the token does not allow this value of a parameter", ref=ref)
+        if interest.name.encode().startswith(RESERVED_PREFIX):
+            return Error("forbidden", "this name is reserved", ref=ref)
+        is_new = interest.id not in session.subscriptions
+        if is_new and len(session.subscriptions) >= self._options.subscriptions_per_session_max:
+            most = self._options.subscriptions_per_session_max
+            return Error("too_many", f"one connection has {most} subscriptions at most", ref=ref)
+        if self.is_logged(interest) and not self._logs.is_configured:
+            return Error("log_unavailable", "this broker has no log servers: see broker.logs", ref=ref)
+        return None
+
+    def _end(self, subscription: Subscription) -> None:
+        """End a subscription; its interest lingers if nobody else has it."""
+        subscription.is_ended = True
+        shared = subscription.interest
+        shared.remove(subscription)
+        subscriptions = subscription.session.subscriptions
+        if subscriptions.get(shared.id) is subscription:
+            del subscriptions[shared.id]
+        if not shared.users and shared.idle_since is None:
+            shared.idle_since = self._now
+            self._timers.add(self._now + self._options.linger_s, self._leave_interest, shared)
+
+    def _leave_interest(self, shared: SharedInterest, now: float) -> Sequence[BrokerAction]:
+        idle_since = shared.idle_since
+        if idle_since is None or now < idle_since + self._options.linger_s or shared.phase is Phase.LEAVING:
+            return []
+        shared.phase = Phase.LEAVING
+        shared.pending.clear()
+        return [UnsubscribeChannel(shared.channel)]
+
+    # The Dynamoth client.
+
+    def _on_publications(self, messages: Iterable[tuple[bytes, bytes]], now: float) -> list[BrokerAction]:
+        by_channel, delivery = self.interests.by_channel, self._delivery
+        actions: list[BrokerAction] = []
+        for channel, payload in messages:
+            shared = by_channel.get(channel)
+            if shared is not None:
+                actions += delivery.on_publication(shared, payload, now)
+        return actions
+
+    def _on_channel(
+        self, event: ChannelConfirmed | ChannelEnded | ChannelFailed | ChannelGap | BarrierPassed, now: float
+    ) -> list[BrokerAction]:
+        if isinstance(event, BarrierPassed):
+            return self._on_barrier(event.channel)
+        shared = self.interests.by_channel.get(event.channel)
+        if shared is None:
+            return []
+        match event:
+            case ChannelConfirmed():
+                return self._delivery.on_confirmed(shared, now) if shared.phase is Phase.JOINING else []
+            case ChannelEnded():
+                if shared.phase is Phase.LEAVING:
+                    self.interests.remove(shared)
+                return []
+            case ChannelFailed(_, reason):
+                return self._on_failed(shared, reason)
+            case ChannelGap(_, count, reason):
+                return self._delivery.on_gap(shared, count, reason, now)
+
+    def _on_failed(self, shared: SharedInterest, reason: str) -> list[BrokerAction]:
+        """Refuse everybody: Redis does not let this broker subscribe."""
+        actions: list[BrokerAction] = []
+        for subscription in (*shared.live.values(), *shared.others.values()):
+            error = Error(
+                "unavailable", f"the broker cannot subscribe to it: {reason}", "later", RETRY_MS, subscription.ref
+            )
+            actions.append(Transmit(subscription.session.connection, error))
+            self._delivery.refused.append(subscription)
+            self._end(subscription)
+        self.interests.remove(shared)
+        self.counters["subscriptions_refused_by_redis"] += 1
+        return actions
+
+    def _check_tips(self, now: float) -> Sequence[BrokerAction]:
+        self._timers.add(now + self._options.tip_check_s, self._check_tips)
+        actions: list[BrokerAction] = []
+        for shared in self.interests:
+            actions += self._delivery.compare(shared, now)
+        return actions
+
+    # Publishing.
+
+    def _publish(self, session: Session, request: PublishRequest, now: float) -> list[BrokerAction]:
+        interest, ref, connection = request.channel, request.ref, session.connection
+        if not session.grant.may_publish(interest.name) or interest.name.encode().startswith(RESERVED_PREFIX):
+            return [Transmit(connection, Error("forbidden", "the token does not allow to publish here", ref=ref))]
+        if not self.is_logged(interest):
+            token = partial(self._published, session, ref)
+            return [PublishMessage(interest.name.encode(), request.payload, token)]
+        if not self._logs.is_configured:
+            return [Transmit(connection, Error("log_unavailable", "this broker has no log servers", ref=ref))]
+        return self._logs.append(interest.id, request.payload, partial(self._appended, session, request), now)
+
+    def _published(self, session: Session, ref: int, reason: str | None) -> list[BrokerAction]:
+        if reason is None:
+            return [Transmit(session.connection, Published(ref))]
+        error = Error("unknown_outcome", f"it may not have been published: {reason}", "later", RETRY_MS, ref)
+        return [Transmit(session.connection, error)]
+
+    def _appended(
+        self, session: Session, request: PublishRequest, result: Appended | str, now: float
+    ) -> Sequence[BrokerAction]:
+        if isinstance(result, str):
+            unknown = result == "unknown"
+            code = "unknown_outcome" if unknown else "log_unavailable"
+            text = "the connection to the log was lost: it may or may not be stored" if unknown else result
+            return [Transmit(session.connection, Error(code, text, "later", RETRY_MS, request.ref))]
+        publication = LoggedPublication(result.epoch, result.offset, request.payload)
+        position = Position(result.epoch, result.offset)
+        return [
+            PublishMessage(request.channel.log_channel, pack_publication(publication)),
+            Transmit(session.connection, Published(request.ref, position)),
+        ]
+
+    # Slow users, and those who are gone.
+
+    def _on_overflowed(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
+        session = self.sessions.get(connection)
+        if session is None or session.is_closed or session.slow_since is not None:
+            return []
+        self.counters["slow_sessions"] += 1
+        session.slow_since = now
+        for subscription in session.subscriptions.values():
+            self._delivery.pause(subscription)
+        return []
+
+    def _on_writable(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
+        session = self.sessions.get(connection)
+        if session is None or session.is_closed or session.slow_since is None:
+            return []
+        session.slow_since = None
+        actions: list[BrokerAction] = []
+        for subscription in list(session.subscriptions.values()):
+            actions += self._delivery.go_on(subscription, now)
+        return actions
+
+    def _keep_alive(self, now: float) -> Sequence[BrokerAction]:
+        """Ping users, and close the connections of those who do not answer, or do not read."""
+        self._timers.add(now + 1.0, self._keep_alive)
+        options = self._options
+        actions: list[BrokerAction] = []
+        while self._pings and self._pings[0][0] <= now:
+            _, session = self._pings.popleft()
+            if session.is_closed:
+                continue
+            if session.slow_since is not None and now - session.slow_since > options.slow_s_max:
+                actions.append(self._close(session, TOO_SLOW, "too slow"))
+                continue
+            actions.append(Transmit(session.connection, Ping()))
+            self._pings.append((now + options.ping_s, session))
+            self._pongs.append((now + options.pong_timeout_s, session))
+        while self._pongs and self._pongs[0][0] <= now:
+            due, session = self._pongs.popleft()
+            if not session.is_closed and session.heard_at < due - options.pong_timeout_s:
+                self.counters["sessions_lost"] += 1
+                actions.append(self._close(session, GOING_AWAY, "no answer to a ping"))
+        return actions
+
+    # Migration.
+
+    def _move(self, session: Session, to: tuple[str, ...], ticket: str | None, now: float) -> list[BrokerAction]:
+        if session.is_closed or session.barriers is not None or not to:
+            return []
+        options = self._options
+        session.move_until = now + options.move_timeout_s
+        self.counters["moves_asked"] += 1
+        move = Move(to, round(options.move_spread_s * 1000), round(options.move_timeout_s * 1000), ticket)
+        return [Transmit(session.connection, move)]
+
+    def _leave(self, session: Session, now: float) -> list[BrokerAction]:
+        """Make sure that a user who has moved has everything from before, then say ``bye``."""
+        if session.barriers is not None:
+            return []
+        self.counters["moves_done"] += 1
+        self._timers.add(now + self._options.grace_s, self._end_of_grace, session)
+        channels = {each.interest.channel for each in session.subscriptions.values() if not each.interest.is_logged}
+        session.barriers = channels
+        if not channels:
+            return [self._bye(session)]
+        actions: list[BrokerAction] = []
+        for channel in channels:
+            if channel in self._barriers:  # raised before this user left: only the next one will do
+                self._barriers[channel][1].append(session)
+            else:
+                self._barriers[channel] = ([session], [])
+                actions.append(RaiseBarrier(channel))
+        return actions
+
+    def _on_barrier(self, channel: bytes) -> list[BrokerAction]:
+        passed, following = self._barriers.pop(channel, ([], []))
+        actions: list[BrokerAction] = []
+        if following:
+            self._barriers[channel] = (following, [])
+            actions.append(RaiseBarrier(channel))
+        for session in passed:
+            if session.barriers is None or session.is_closed:
+                continue
+            session.barriers.discard(channel)
+            if not session.barriers:
+                actions.append(self._bye(session))
+        return actions
+
+    @staticmethod
+    def _bye(session: Session) -> BrokerAction:
+        logged = (each for each in session.subscriptions.values() if each.interest.is_logged)
+        offsets = {each.interest.id: each.interest.tip if each.stage is Stage.LIVE else each.cursor for each in logged}
+        return Transmit(session.connection, Bye(offsets))
+
+    def _end_of_grace(self, session: Session, now: float) -> Sequence[BrokerAction]:
+        return [] if session.is_closed else [self._close(session, NORMAL, "moved")]
+
+    # Drain.
+
+    def _on_drain(self, rate: float, now: float) -> list[BrokerAction]:
+        self._drain_per_s = max(rate, 0.1)
+        if self._to_move is None:
+            self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
+        self._to_move = deque(self._open_sessions())
+        self._moves_due = 0.0
+        return []
+
+    def _drain_on(self, now: float) -> Sequence[BrokerAction]:
+        """Ask as many users to move as may be asked now; ask again those who have not moved in time."""
+        if self._to_move is None:
+            return []
+        self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
+        if not self._to_move:
+            self._to_move = deque(
+                each for each in self._open_sessions() if each.move_until is None or each.move_until < now
+            )
+        self._moves_due = min(self._moves_due + self._drain_per_s * DRAIN_INTERVAL_S, self._drain_per_s)
+        actions: list[BrokerAction] = []
+        while self._to_move and self._moves_due >= 1:
+            session = self._to_move.popleft()
+            if not session.is_closed and session.barriers is None:
+                self._moves_due -= 1
+                actions += self._move(session, self._alternates(), None, now)
+        return actions
+
+    def _alternates(self) -> tuple[str, ...]:
+        """Return the other brokers, beginning with another one each time."""
+        urls = self._options.alternates
+        if not urls:
+            return ()
+        self._next_alternate = (self._next_alternate + 1) % len(urls)
+        return (*urls[self._next_alternate :], *urls[: self._next_alternate])
+
+    def check(self) -> None:
+        """Assert the invariants that hold between events."""
+        self.interests.check()
+        for connection, session in self.sessions.items():
+            assert session.connection == connection
+            assert not (session.is_closed and session.subscriptions), f"{session.name} is closed and has subscriptions"
+        for session in self._by_key.values():
+            assert not session.is_closed, f"{session.name} is closed, and the newest"

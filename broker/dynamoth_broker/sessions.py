@@ -1,0 +1,75 @@
+"""The users of a broker: one session per connection, with its subscriptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from dynamoth.edge.publications import Position
+from dynamoth_broker.events import ConnectionId, Grant
+
+if TYPE_CHECKING:
+    from dynamoth_broker.interests import SharedInterest
+
+
+class Stage(Enum):
+    """Where a subscription is.
+
+    ========  =====================================================================================
+    WAITING   asked for; the interest is being joined, or the log is being read for the first time
+    CATCHING  confirmed; publications are read from the log, behind ``cursor``
+    LIVE      confirmed; gets what comes, as all others do
+    ========  =====================================================================================
+    """
+
+    WAITING = auto()
+    CATCHING = auto()
+    LIVE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Subscription:
+    """One session's subscription to one interest."""
+
+    session: Session
+    interest: SharedInterest
+    #: The user's number for it.
+    ref: int
+    #: Where it begins; None: with what is published from now on.
+    since: Position | None
+    #: Whether ``moved_in`` waits for its answer.
+    is_of_connect: bool = False
+    stage: Stage = Stage.WAITING
+    #: While CATCHING: the last offset that was sent. A LIVE one has that of its interest.
+    cursor: int = 0
+    #: Ended by the user, or with the session.
+    is_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One user's connection."""
+
+    connection: ConnectionId
+    name: str
+    grant: Grant
+    generation: int
+    #: When a frame of the user came last.
+    heard_at: float
+    #: By interest id.
+    subscriptions: dict[str, Subscription] = field(default_factory=dict[str, Subscription])
+    #: How many subscriptions of its ``connect`` are not answered; 0 when ``moved_in`` was sent.
+    unanswered: int = 0
+    #: Since when too much waits to be sent; None while it does not.
+    slow_since: float | None = None
+    #: Channels whose barriers must pass before ``bye``; None while it has not left.
+    barriers: set[bytes] | None = None
+    #: Until when it is to have moved; None: it was not asked to.
+    move_until: float | None = None
+    is_closed: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """User and session: what two connections of one session share."""
+        return self.grant.user, self.name

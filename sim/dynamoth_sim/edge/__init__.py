@@ -1,0 +1,1 @@
+"""Simulated edge brokers and end users, on top of a simulated cluster."""

@@ -1,0 +1,291 @@
+"""Simulated end users: each runs the machine of the user's client, and tells the audit what its application sees."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dynamoth.edge.frames import read_broker_frame, to_wire
+from dynamoth.edge.interests import Interest
+from dynamoth.edge.publications import Position
+from dynamoth_sim.audit import Audit
+from dynamoth_sim.edge.wires import LOST, Wire, WireFrame
+from dynamoth_sim.load.clients import make_payload, read_payload
+from dynamoth_sim.world.process import Process
+from dynamoth_sim.world.world import World
+from dynamoth_user.machine.events import (
+    AddSubscription,
+    CloseConnection,
+    Confirmed,
+    ConnectionClosed,
+    ConnectionOpened,
+    Deliver,
+    DeliverGap,
+    Failed,
+    FrameReceived,
+    Handled,
+    Interrupted,
+    NeedToken,
+    OpenConnection,
+    PublishEnded,
+    PublishMessage,
+    Refused,
+    RemoveSubscription,
+    SendFrame,
+    Served,
+    UserOptions,
+)
+from dynamoth_user.machine.machine import UserMachine
+
+HANDLE_S_MAX = 0.01
+"""The longest time that an application takes for one publication."""
+
+
+class Edge(Protocol):
+    """What a user needs of the world of brokers."""
+
+    world: World
+
+    def connect(self, user: UserApp, number: int, url: str, opened: Callable[[Wire | None], None]) -> None:
+        """Open a connection; calls ``opened`` with it, or with None if there is no broker."""
+        ...
+
+    def audit_of(self, interest: Interest) -> Audit:
+        """Return the audit for an interest."""
+        ...
+
+
+class UserApp:
+    """One end user: an application with a store for its positions, which outlives it.
+
+    Args:
+        edge: where brokers are.
+        options: of the client; its session and generation are replaced.
+        interests: what it subscribes to.
+
+    """
+
+    def __init__(self, edge: Edge, name: str, options: UserOptions, interests: list[Interest]) -> None:
+        self.edge = edge
+        self.world = edge.world
+        self.name = name
+        self._options = options
+        self.interests = interests
+        self.process: Process | None = None
+        self.wires: dict[int, Wire] = {}
+        #: What survives a crash: positions of logged interests that were handled, and the generation.
+        self._stored: dict[str, Position] = {}
+        self._generation = 0
+        self._queue: deque[Deliver | DeliverGap] = deque()
+        self._is_handling = False
+        #: How often it was started.
+        self._life = 0
+        #: Interests that are confirmed in this life.
+        self.confirmed: dict[str, None] = {}
+        self.moved = 0
+        self.problems: list[str] = []
+        # Publishing.
+        self._publisher = name
+        self._numbers: dict[str, int] = {}
+        self._publishing: tuple[Interest, int, str] | None = None
+
+    @property
+    def machine(self) -> UserMachine:
+        """The user's machine."""
+        assert self.process is not None
+        assert isinstance(self.process.machine, UserMachine)
+        return self.process.machine
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the application runs."""
+        return self.process is not None
+
+    # Life.
+
+    def start(self) -> None:
+        """Start the application, with what it has stored."""
+        self._life += 1
+        self._generation += 1000
+        options = self._options
+        made = UserOptions(
+            **{name: getattr(options, name) for name in UserOptions.__slots__}
+            | {"session": self.name, "generation": self._generation}
+        )
+        self.process = Process(
+            self.world, _NO_NETWORK, self.name, lambda incarnation: UserMachine(made, incarnation), self._act
+        )
+        self.process.start()
+        for interest in self.interests:
+            self.process.handle(AddSubscription(interest, self._stored.get(interest.id)))
+
+    def crash(self) -> None:
+        """End at once. Positions that were handled stay; what it had of live interests is lost."""
+        assert self.process is not None
+        self.process.crash("crashes")
+        self.process = None
+        for wire in self.wires.values():
+            wire.lose(0.1, self.world.random.random)
+        self.wires = {}
+        self._queue.clear()
+        self._is_handling = False
+        self.confirmed.clear()
+        now = self.world.now
+        for interest in self.interests:
+            if interest.id not in self._stored:
+                self.edge.audit_of(interest).ended(self.name, interest.name.encode(), now)
+        self._end_publish(failed=True)
+
+    def leave(self, interest: Interest) -> None:
+        """Unsubscribe; what waits of the interest is dropped."""
+        assert self.process is not None
+        self.interests.remove(interest)
+        self.confirmed.pop(interest.id, None)
+        self._stored.pop(interest.id, None)
+        channel, audit = interest.name.encode(), self.edge.audit_of(interest)
+        audit.ending(self.name, channel)
+        audit.ended(self.name, channel, self.world.now)
+        self.process.handle(RemoveSubscription(interest))
+        waiting = [item for item in self._queue if item.interest != interest]
+        if len(waiting) != len(self._queue):
+            self._queue = deque(waiting)
+
+    # Connections.
+
+    def receive(self, wire: Wire, frame: WireFrame) -> None:
+        """Take a frame of a broker."""
+        if self.process is not None and self.wires.get(wire.number) is wire:
+            self.process.handle(FrameReceived(wire.number, read_broker_frame(frame)))
+
+    def ended(self, wire: Wire, code: int, reason: str) -> None:
+        """Note that a connection is gone."""
+        if self.process is not None and self.wires.get(wire.number) is wire:
+            del self.wires[wire.number]
+            wire.close_by_user(code, reason)
+            self.process.handle(ConnectionClosed(wire.number, code, reason))
+
+    def _open(self, number: int, url: str) -> None:
+        life = self._life
+
+        def opened(wire: Wire | None) -> None:
+            if self.process is None or self._life != life:
+                if wire is not None:
+                    wire.close_by_user(LOST, "the user is gone")
+            elif wire is None:
+                self.process.handle(ConnectionClosed(number, LOST, "connection refused"))
+            else:
+                self.wires[number] = wire
+                self.process.handle(ConnectionOpened(number))
+
+        self.edge.connect(self, number, url, opened)
+
+    # The machine.
+
+    def _act(self, action: Any) -> None:
+        match action:
+            case SendFrame(number, frame):
+                wire = self.wires.get(number)
+                if wire is not None:
+                    wire.send_up(to_wire(frame))
+            case Deliver() | DeliverGap():
+                self._queue.append(action)
+                self._handle_next()
+            case OpenConnection(number, url):
+                self._open(number, url)
+            case CloseConnection(number, code, reason):
+                wire = self.wires.pop(number, None)
+                if wire is not None:
+                    wire.close_by_user(code, reason)
+            case Confirmed(interest, position):
+                self._confirm(interest, position)
+            case PublishEnded(_, position, code, reason):
+                self._note(f"has published at {position}" if code is None else f"has not published: {reason}", None)
+                self._end_publish(failed=code is not None)
+            case Served(broker, _, moved):
+                self.moved += moved
+                self._note(f"is served by {broker}", None)
+            case Interrupted(reason, _):
+                self._note(f"is not served: {reason}", None)
+            case Refused(interest, code, reason):
+                self.problems.append(f"{self.name} may not subscribe to {interest.name}: {code}: {reason}")
+            case Failed(code, reason):
+                self.problems.append(f"{self.name} gave up: {code} {reason}")
+            case NeedToken():
+                raise AssertionError("simulated users have no tokens")
+            case _:
+                raise AssertionError(f"not an action of a user: {action!r}")
+
+    def _confirm(self, interest: Interest, position: Position | None) -> None:
+        self.confirmed[interest.id] = None
+        if position is not None:
+            self._stored.setdefault(interest.id, position)
+        self._note("is confirmed", interest)
+        self.edge.audit_of(interest).confirmed(self.name, interest.name.encode(), self.world.now)
+
+    def _handle_next(self) -> None:
+        """Begin to handle the next publication, unless the application is at work."""
+        if self._is_handling or not self._queue or self.process is None:
+            return
+        self._is_handling = True
+        self.world.after(HANDLE_S_MAX * self.world.random.random(), self._handled, self._life)
+
+    def _handled(self, life: int) -> None:
+        """The application is done with a publication: it stores the position with what it did."""
+        if life != self._life or self.process is None:
+            return
+        self._is_handling = False
+        if not self._queue:
+            return  # the application has unsubscribed meanwhile
+        item = self._queue.popleft()
+        now, interest = self.world.now, item.interest
+        channel, audit = interest.name.encode(), self.edge.audit_of(interest)
+        if isinstance(item, Deliver):
+            publisher, number = read_payload(item.payload)
+            self.world.trace.add((now, "DELIVERS", self.name, None, channel, item.payload, None))
+            audit.delivered(self.name, channel, publisher, number, now)
+        else:
+            self._note(f"GAP {item.first}-{item.last}: {item.reason}", interest)
+            audit.gap(self.name, channel, None, None, now, item.reason)
+        if item.position is not None:
+            self._stored[interest.id] = item.position
+            self.process.handle(Handled(interest, item.position))
+        self._handle_next()
+
+    def _note(self, text: str, interest: Interest | None) -> None:
+        channel = None if interest is None else interest.name.encode()
+        self.world.trace.add((self.world.now, text, self.name, None, channel, None, None))
+
+    # Publishing.
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether a publish has not ended."""
+        return self._publishing is not None
+
+    def publish(self, interest: Interest) -> None:
+        """Publish the next message on a logged channel; not before the one before it has ended."""
+        assert self._publishing is None
+        if self.process is None:
+            return
+        number = self._numbers[interest.id] = self._numbers.get(interest.id, 0) + 1
+        self._publishing = interest, number, self._publisher
+        channel, now = interest.name.encode(), self.world.now
+        self.edge.audit_of(interest).published(self._publisher, channel, number, now)
+        payload = make_payload(self._publisher, number)
+        self.world.trace.add((now, "begins to publish", self.name, None, channel, payload, None))
+        self.process.handle(PublishMessage(number, interest, payload))
+
+    def _end_publish(self, *, failed: bool) -> None:
+        if self._publishing is None:
+            return
+        (interest, number, publisher), self._publishing = self._publishing, None
+        channel = interest.name.encode()
+        self.edge.audit_of(interest).publish_ended(publisher, channel, number, self.world.now, failed=failed)
+        if failed:  # it may still be stored, behind later ones: no order is promised between them
+            self._publisher = f"{self.name}_{self._life}_{sum(self._numbers.values())}"
+            self._numbers.clear()
+
+
+_NO_NETWORK: Any = None
+"""A user's machine asks for no link."""

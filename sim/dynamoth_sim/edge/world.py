@@ -1,0 +1,167 @@
+"""A simulated cluster with log servers, brokers and end users, under two audits: of live and of logged interests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from dynamoth.edge.interests import Interest, channel_interest
+from dynamoth.edge.log import LogOptions
+from dynamoth_broker.events import BrokerOptions
+from dynamoth_sim.audit import Audit, Violation
+from dynamoth_sim.cluster import Cluster
+from dynamoth_sim.edge.brokers import BrokerApp
+from dynamoth_sim.edge.users import UserApp
+from dynamoth_sim.edge.wires import Wire
+from dynamoth_sim.world.network import Delays
+from dynamoth_sim.world.redis import RedisServer
+from dynamoth_sim.world.redis_keys import Snapshot
+from dynamoth_user.machine.events import UserOptions
+
+PUBLISH_S_MAX = 5.0
+"""Every publish of a user ends within this, but for those that wait for a broker."""
+
+CONNECT_S = 0.003
+"""How long it takes to open a connection, without the delays of the network."""
+
+
+SHORT_BROKER_OPTIONS = BrokerOptions(
+    id="",
+    linger_s=0.3,
+    tip_check_s=0.4,
+    log_wait_s=0.6,
+    page_entries=4,
+    recent_entries_max=6,
+    pending_max=20,
+    ping_s=0.5,
+    pong_timeout_s=0.6,
+    ack_s=0.1,
+    slow_s_max=2.0,
+    move_timeout_s=1.0,
+    move_spread_s=0.1,
+    grace_s=1.0,
+)
+
+SHORT_USER_OPTIONS = UserOptions(
+    urls=(),
+    session="",
+    backoff_s_min=0.05,
+    backoff_s_max=0.3,
+    connect_timeout_s=0.6,
+    silence_s=0.7,
+    hold_s=0.6,
+    retry_s=0.1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeOptions:
+    """What the edge is like."""
+
+    brokers: int = 3
+    logs: int = 2
+    #: Channels with a log, and plain ones.
+    logged: tuple[str, ...] = ("log1", "log2", "log3")
+    live: tuple[str, ...] = ("ch0", "ch1")
+    #: Whether publications of logged interests may be lost, with a gap: where their servers fail.
+    logs_may_fail: bool = False
+    retained_min: int = 1000
+    broker: BrokerOptions = field(default_factory=lambda: SHORT_BROKER_OPTIONS)
+    user: UserOptions = field(default_factory=lambda: SHORT_USER_OPTIONS)
+
+
+class EdgeWorld:
+    """Builds everything; ``start`` starts it."""
+
+    def __init__(self, cluster: Cluster, options: EdgeOptions) -> None:
+        self.cluster = cluster
+        self.world = cluster.world
+        self.options = options
+        self.logged_audit = Audit(
+            losses_allowed=options.logs_may_fail,
+            failures_allowed=cluster.options.setting.losses_allowed,
+            publish_s_max=PUBLISH_S_MAX,
+            story=cluster.audit._story,  # pyright: ignore[reportPrivateUsage]
+        )
+        self.logs: dict[str, RedisServer] = {}
+        for number in range(options.logs):
+            server = RedisServer(self.world, f"l{number + 1}", f"redis://l{number + 1}:6379")
+            self.logs[server.id] = server
+            cluster.network.add_server(server.url, server)
+        self.logged = [channel_interest(name) for name in options.logged]
+        self.live = [channel_interest(name) for name in options.live]
+        names = [f"b{number + 1}" for number in range(options.brokers)]
+        urls = [f"wss://{name}" for name in names]
+        self.brokers = {
+            url: BrokerApp(
+                cluster, self._broker_options(name, urls), replace(cluster.options.client.subscriber, numbered=True)
+            )
+            for name, url in zip(names, urls, strict=True)
+        }
+        self.users: list[UserApp] = []
+        self._wires = 0
+
+    def _broker_options(self, name: str, urls: list[str]) -> BrokerOptions:
+        return replace(
+            self.options.broker,
+            id=name,
+            logs={id_: server.url for id_, server in self.logs.items()},
+            history=self.options.logged,
+            alternates=tuple(url for url in urls if url != f"wss://{name}"),
+            log=LogOptions(self.options.retained_min),
+        )
+
+    def add_user(self, name: str, interests: list[Interest], first: str | None = None) -> UserApp:
+        """Add a user; the caller starts it. ``first`` is the broker that it tries first."""
+        urls = list(self.brokers)
+        self.world.random.shuffle(urls)
+        if first is not None:
+            urls = [f"wss://{first}", *(url for url in urls if url != f"wss://{first}")]
+        user = UserApp(self, name, replace(self.options.user, urls=tuple(urls)), interests)
+        self.users.append(user)
+        return user
+
+    def broker_of(self, user: UserApp) -> BrokerApp | None:
+        """Return the broker that serves a user."""
+        machine = None if user.process is None else user.machine
+        serving = None if machine is None else machine.serving
+        return None if serving is None else self.brokers[serving.url]
+
+    def audit_of(self, interest: Interest) -> Audit:
+        """Return the audit for an interest."""
+        return self.logged_audit if interest.name in self.options.logged else self.cluster.audit
+
+    def delays(self) -> Delays:
+        """Return the delays of one direction of a user's connection."""
+        return self.cluster.options.setting.delays
+
+    def connect(self, user: UserApp, number: int, url: str, opened: Callable[[Wire | None], None]) -> None:
+        """Open a connection of a user to a broker."""
+        broker = self.brokers[url]
+
+        def arrive() -> None:
+            if not broker.is_ready:
+                opened(None)
+                return
+            self._wires += 1
+            wire = Wire(self.world, self.delays(), self._wires, number, user, broker)
+            broker.accept(wire)
+            opened(wire)
+
+        self.world.after(CONNECT_S * (1 + self.world.random.random()), arrive)
+
+    def restart_log(self, server: RedisServer, snapshot: Snapshot | None) -> None:
+        """Restart a log server with an old snapshot, or empty."""
+        if server.up:
+            server.stop()
+        server.start(snapshot)
+
+    def problems(self) -> list[Violation]:
+        """Return what users have complained about, and who is not served."""
+        now = self.world.now
+        found = [Violation("B1", text, now) for user in self.users for text in user.problems]
+        for user in self.users:
+            missing = [each.name for each in user.interests if each.id not in user.confirmed]
+            if missing:
+                found.append(Violation("B5", f"{user.name} still waits for {', '.join(missing)}", now))
+        return found

@@ -1,0 +1,1 @@
+"""The end user's client of Dynamoth's edge brokers."""

@@ -1,0 +1,88 @@
+"""What an end user's client keeps of its subscriptions and connections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from dynamoth.edge.frames import Wanted
+from dynamoth.edge.interests import Interest
+from dynamoth.edge.publications import Position
+
+
+class Role(Enum):
+    """What a connection is for.
+
+    =========  =========================================================================
+    SERVING    frames come from here; the only one but during a migration
+    CANDIDATE  a migration to it has begun; it is asked to resume every subscription
+    LEAVING    the migration is done but for ``bye``; it still delivers
+    =========  =========================================================================
+    """
+
+    SERVING = auto()
+    CANDIDATE = auto()
+    LEAVING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One connection to a broker."""
+
+    number: int
+    url: str
+    role: Role
+    #: When an attempt is given up, or silence ends the connection.
+    deadline: float
+    #: Whether it was opened, ``connect`` was sent, and ``connected`` came.
+    is_open: bool = False
+    is_asked: bool = False
+    is_up: bool = False
+    broker: str = ""
+    ping_s: float = 25.0
+    ticket: str | None = None
+    has_moved_in: bool = False
+    has_said_bye: bool = False
+    #: The subscriptions that it was asked for, by the number in ``ref``.
+    asked: dict[int, Interest] = field(default_factory=dict[int, Interest])
+    #: Confirmed subscriptions: the life of the log by interest id; None for a live one.
+    epochs: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
+    #: The time that its last error asked for.
+    retry_after_s: float = 0.0
+
+
+@dataclass(slots=True)
+class HeldPublication:
+    """A publication of a live interest that came from the new broker, and waits for earlier ones of the old broker."""
+
+    payload: bytes
+    place: tuple[int, int] | None
+
+
+@dataclass(slots=True, eq=False)
+class UserSubscription:
+    """One subscription of the application."""
+
+    interest: Interest
+    #: The last publication, or the last gap, that went to the application; None while it begins with what is new.
+    received: Position | None
+    #: Lives of the log that are over.
+    past_epochs: set[int] = field(default_factory=set[int])
+    #: Up to where the application has handled it, and what was acknowledged.
+    handled: Position | None = None
+    acknowledged: Position | None = None
+    is_confirmed: bool = False
+    #: Known from the first confirmation on.
+    is_live: bool | None = None
+    #: A live one whose connection was lost since its confirmation: a gap is due with the next confirmation.
+    is_interrupted: bool = False
+    #: Of a live one: the latest number by publisher.
+    numbers: dict[int, int] = field(default_factory=dict[int, int])
+    held: list[HeldPublication] = field(default_factory=list[HeldPublication])
+    #: During a migration: whether the old broker may still send earlier publications, and until when they are awaited.
+    awaits_old: bool = False
+    hold_until: float | None = None
+
+    def wanted(self, ref: int) -> Wanted:
+        """Return what a broker is asked for."""
+        return Wanted(ref, self.interest, self.received)
