@@ -534,8 +534,8 @@ class BrokerMachine:
             return []
         self.counters["moves_done"] += 1
         self._timers.add(now + self._options.grace_s, self._end_of_grace, session)
-        channels = {each.interest.channel for each in session.subscriptions.values() if not each.interest.is_logged}
-        session.barriers = channels
+        live = [each.interest.channel for each in session.subscriptions.values() if not each.interest.is_logged]
+        channels = session.barriers = dict.fromkeys(live)
         if not channels:
             return [self._bye(session)]
         actions: list[BrokerAction] = []
@@ -556,7 +556,7 @@ class BrokerMachine:
         for session in passed:
             if session.barriers is None or session.is_closed:
                 continue
-            session.barriers.discard(channel)
+            session.barriers.pop(channel, None)
             if not session.barriers:
                 actions.append(self._bye(session))
         return actions

@@ -64,7 +64,7 @@ class Session:
     #: Since when too much waits to be sent; None while it does not.
     slow_since: float | None = None
     #: Channels whose barriers must pass before ``bye``; None while it has not left.
-    barriers: set[bytes] | None = None
+    barriers: dict[bytes, None] | None = None
     #: Until when it is to have moved; None: it was not asked to.
     move_until: float | None = None
     is_closed: bool = False

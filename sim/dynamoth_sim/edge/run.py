@@ -47,7 +47,7 @@ class EdgeProfile(Setting):
     edge: EdgeOptions = field(default_factory=EdgeOptions)
 
 
-PLANNED = ("move user", "move user", "move users", "join", "leave", "drain broker", "slow user")
+PLANNED = ("move user", "move user", "move users", "join", "leave", "drain broker")
 CRASHES = ("crash broker", "crash user", "cut user", "cut log", "freeze user")
 
 EDGE_PROFILES = {
@@ -56,9 +56,16 @@ EDGE_PROFILES = {
         EdgeProfile(name="edge-calm", moves_channels=False),
         EdgeProfile(name="edge-moves", faults=(*PLANNED, "pause broker", "pause user")),
         EdgeProfile(
-            name="edge-crashes",
-            faults=(*PLANNED, *CRASHES, "pause broker", "pause user", "lose publication"),
+            name="edge-slow",
+            faults=(*PLANNED, "slow user", "slow user"),
             losses_allowed=True,
+            edge=EdgeOptions(unread_max=30),
+        ),
+        EdgeProfile(
+            name="edge-crashes",
+            faults=(*PLANNED, *CRASHES, "slow user", "pause broker", "pause user", "lose publication"),
+            losses_allowed=True,
+            edge=EdgeOptions(unread_max=100),
         ),
         EdgeProfile(
             name="edge-logs",
@@ -117,9 +124,8 @@ class EdgeChaos:
     def stop(self) -> None:
         """Undo everything."""
         self._stopped = True
-        undo, self._undo = self._undo, []
-        for each in undo:
-            each()
+        for undo in list(self._undo):
+            undo()
 
     def _later(self) -> None:
         self._world.after(2 * self._profile.interval_s * self._random.random(), self._strike)
@@ -195,14 +201,14 @@ class EdgeChaos:
         """A user subscribes to one more interest."""
         user = self._random.choice(self._edge.users)
         missing = [each for each in (*self._edge.logged, *self._edge.live) if each not in user.interests]
-        if missing and user.process is not None:
+        if missing and user.process is not None and not user.process.paused:
             interest = self._random.choice(missing)
             user.interests.append(interest)
             user.process.handle(AddSubscription(interest))
 
     def _leave(self) -> None:
         user = self._random.choice(self._edge.users)
-        if len(user.interests) > 1 and user.process is not None:
+        if len(user.interests) > 1 and user.process is not None and not user.process.paused:
             user.leave(self._random.choice(user.interests))
 
     def _slow_user(self) -> None:

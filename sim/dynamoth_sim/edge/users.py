@@ -51,6 +51,10 @@ class Edge(Protocol):
         """Open a connection; calls ``opened`` with it, or with None if there is no broker."""
         ...
 
+    def is_logged(self, interest: Interest) -> bool:
+        """Return whether an interest has a log."""
+        ...
+
     def audit_of(self, interest: Interest) -> Audit:
         """Return the audit for an interest."""
         ...
@@ -87,6 +91,7 @@ class UserApp:
         self.problems: list[str] = []
         # Publishing.
         self._publisher = name
+        self._failures = 0
         self._numbers: dict[str, int] = {}
         self._publishing: tuple[Interest, int, str] | None = None
 
@@ -134,8 +139,12 @@ class UserApp:
         now = self.world.now
         for interest in self.interests:
             if interest.id not in self._stored:
-                self.edge.audit_of(interest).ended(self.name, interest.name.encode(), now)
+                self.edge.audit_of(interest).ended(self._subscriber(interest), interest.name.encode(), now)
         self._end_publish(failed=True)
+
+    def _subscriber(self, interest: Interest) -> str:
+        """Return the audit's name: what a new life gets of live interests, it has never had."""
+        return self.name if self.edge.is_logged(interest) else f"{self.name}.{self._life}"
 
     def leave(self, interest: Interest) -> None:
         """Unsubscribe; what waits of the interest is dropped."""
@@ -144,8 +153,8 @@ class UserApp:
         self.confirmed.pop(interest.id, None)
         self._stored.pop(interest.id, None)
         channel, audit = interest.name.encode(), self.edge.audit_of(interest)
-        audit.ending(self.name, channel)
-        audit.ended(self.name, channel, self.world.now)
+        audit.ending(self._subscriber(interest), channel)
+        audit.ended(self._subscriber(interest), channel, self.world.now)
         self.process.handle(RemoveSubscription(interest))
         waiting = [item for item in self._queue if item.interest != interest]
         if len(waiting) != len(self._queue):
@@ -221,7 +230,7 @@ class UserApp:
         if position is not None:
             self._stored.setdefault(interest.id, position)
         self._note("is confirmed", interest)
-        self.edge.audit_of(interest).confirmed(self.name, interest.name.encode(), self.world.now)
+        self.edge.audit_of(interest).confirmed(self._subscriber(interest), interest.name.encode(), self.world.now)
 
     def _handle_next(self) -> None:
         """Begin to handle the next publication, unless the application is at work."""
@@ -243,10 +252,10 @@ class UserApp:
         if isinstance(item, Deliver):
             publisher, number = read_payload(item.payload)
             self.world.trace.add((now, "DELIVERS", self.name, None, channel, item.payload, None))
-            audit.delivered(self.name, channel, publisher, number, now)
+            audit.delivered(self._subscriber(interest), channel, publisher, number, now)
         else:
             self._note(f"GAP {item.first}-{item.last}: {item.reason}", interest)
-            audit.gap(self.name, channel, None, None, now, item.reason)
+            audit.gap(self._subscriber(interest), channel, None, None, now, item.reason)
         if item.position is not None:
             self._stored[interest.id] = item.position
             self.process.handle(Handled(interest, item.position))
@@ -283,7 +292,8 @@ class UserApp:
         channel = interest.name.encode()
         self.edge.audit_of(interest).publish_ended(publisher, channel, number, self.world.now, failed=failed)
         if failed:  # it may still be stored, behind later ones: no order is promised between them
-            self._publisher = f"{self.name}_{self._life}_{sum(self._numbers.values())}"
+            self._failures += 1
+            self._publisher = f"{self.name}_{self._failures}"
             self._numbers.clear()
 
 

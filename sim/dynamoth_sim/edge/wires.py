@@ -16,9 +16,6 @@ LOST = 1006
 
 FRAME_BYTES = 100
 
-UNREAD_MAX = 40
-"""Frames that wait for a user who does not read, before the broker's transport says that they are too many."""
-
 
 class WireEnd(Protocol):
     """What is at one end of a wire."""
@@ -33,9 +30,14 @@ class WireEnd(Protocol):
 
 
 class Wire:
-    """One connection. ``number`` is the user's name of it, ``id`` the broker's."""
+    """One connection. ``number`` is the user's name of it, ``id`` the broker's.
 
-    def __init__(self, world: World, delays: Delays, id_: int, number: int, user: WireEnd, broker: WireEnd) -> None:
+    With more than ``unread_max`` frames that the user has not read, the broker's transport says that they are too many.
+    """
+
+    def __init__(
+        self, world: World, delays: Delays, id_: int, number: int, user: WireEnd, broker: WireEnd, unread_max: int
+    ) -> None:
         self.id = id_
         self.number = number
         #: Whether the broker knows of it.
@@ -43,6 +45,7 @@ class Wire:
         self._up = Pipe(world, delays, lambda packet: self._take(packet, broker))
         self._down = Pipe(world, delays, lambda packet: self._take(packet, user))
         self._user = user
+        self._unread_max = unread_max
         #: Frames that were sent to the user and did not arrive.
         self.unread = 0
         self._is_full = False
@@ -63,7 +66,7 @@ class Wire:
                 continue
             if end is self._user:
                 self.unread -= 1
-                if self._is_full and self.unread <= UNREAD_MAX // 4:
+                if self._is_full and self.unread <= self._unread_max // 4:
                     self._is_full = False
                     self.on_room(self)
             end.receive(self, item)
@@ -78,7 +81,7 @@ class Wire:
             return
         self.unread += 1
         self._down.send(frame, FRAME_BYTES)
-        if self.unread > UNREAD_MAX and not self._is_full:
+        if self.unread > self._unread_max and not self._is_full:
             self._is_full = True
             self.on_full(self)
 

@@ -66,6 +66,8 @@ class EdgeOptions:
     #: Whether publications of logged interests may be lost, with a gap: where their servers fail.
     logs_may_fail: bool = False
     retained_min: int = 1000
+    #: Frames that may wait for a user.
+    unread_max: int = 1000
     broker: BrokerOptions = field(default_factory=lambda: SHORT_BROKER_OPTIONS)
     user: UserOptions = field(default_factory=lambda: SHORT_USER_OPTIONS)
 
@@ -129,7 +131,11 @@ class EdgeWorld:
 
     def audit_of(self, interest: Interest) -> Audit:
         """Return the audit for an interest."""
-        return self.logged_audit if interest.name in self.options.logged else self.cluster.audit
+        return self.logged_audit if self.is_logged(interest) else self.cluster.audit
+
+    def is_logged(self, interest: Interest) -> bool:
+        """Return whether an interest has a log."""
+        return interest.name in self.options.logged
 
     def delays(self) -> Delays:
         """Return the delays of one direction of a user's connection."""
@@ -144,7 +150,7 @@ class EdgeWorld:
                 opened(None)
                 return
             self._wires += 1
-            wire = Wire(self.world, self.delays(), self._wires, number, user, broker)
+            wire = Wire(self.world, self.delays(), self._wires, number, user, broker, self.options.unread_max)
             broker.accept(wire)
             opened(wire)
 

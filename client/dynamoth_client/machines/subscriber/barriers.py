@@ -2,7 +2,8 @@
 
 Redis executes the commands of a connection in order, and its pushes and replies go out in order. So the reply to a
 PING, sent over the link of each place where a subscription listens, comes behind every message that was published at
-that place before. A message that still waits for an earlier one of its publisher holds the barrier up, too.
+that place before. A place whose link is down is waited for: what was lost there shows as a gap when it is up again. A
+message that waits for an earlier one of its publisher holds the barrier up, too.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from dynamoth_client.machines.subscriber.part import Part, Shared
 from dynamoth_client.machines.subscriber.subscription import Subscription
 
 LOOK_AGAIN_S = 0.02
-"""How soon a barrier looks again whether messages still wait for earlier ones; these come within ``hold_s_max``."""
+"""How soon a barrier looks again whether links are up, and whether messages still wait for earlier ones."""
 
 
 @dataclass(slots=True, eq=False)
 class _Barrier:
-    """A barrier of a channel, and the servers that have not answered."""
+    """A barrier of a channel, and one round of PINGs."""
 
-    channel: bytes
     subscription: Subscription
-    servers: set[str]
+    #: The servers of the round, and those that have not answered. Empty between rounds.
+    asked: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 class Barriers(Part):
@@ -39,44 +41,60 @@ class Barriers(Part):
         super().__init__(shared)
         self._listening = listening
         self._numbers = count(1)
-        self._open: dict[int, _Barrier] = {}
+        #: Barriers with a round under way.
+        self._rounds: dict[int, _Barrier] = {}
 
     def begin(self, channel: bytes, now: float) -> list[SubscriberAction]:
         """Begin a barrier. One of a channel that is not subscribed to passes at once."""
         subscription = self._register.current.get(channel)
         if subscription is None or subscription.state is State.JOINING:
             return [BarrierPassed(channel)]
-        servers = {place.location.server for place in subscription.places}
-        up = {server for server in servers if self._listening.is_up(server)}
-        barrier = _Barrier(channel, subscription, up)
-        if not up:
-            return [*self._look(barrier, now)]
+        return [*self._ask(_Barrier(subscription), now)]
+
+    def _servers(self, subscription: Subscription) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(place.location.server for place in subscription.places))
+
+    def _is_current(self, barrier: _Barrier) -> bool:
+        subscription = barrier.subscription
+        return self._register.current.get(subscription.channel) is subscription
+
+    def _ask(self, barrier: _Barrier, now: float) -> Sequence[SubscriberAction]:
+        """Begin a round when all links are up."""
+        if not self._is_current(barrier):
+            return [BarrierPassed(barrier.subscription.channel)]
+        servers = self._servers(barrier.subscription)
+        if not servers or not all(map(self._listening.is_up, servers)):
+            self._timers.add(now + LOOK_AGAIN_S, self._ask, barrier)
+            return []
+        barrier.asked = barrier.missing = servers
         number = next(self._numbers)
-        self._open[number] = barrier
-        return [Send(server, (b"PING",), ("barrier", number)) for server in sorted(up)]
+        self._rounds[number] = barrier
+        return [Send(server, (b"PING",), ("barrier", number)) for server in servers]
 
     def on_answer(self, number: int, server: str, now: float) -> list[SubscriberAction]:
-        """Note that a server has sent everything from before the barrier."""
-        barrier = self._open.get(number)
+        """Note that a server has sent everything from before the round."""
+        barrier = self._rounds.get(number)
         if barrier is None:
             return []
-        barrier.servers.discard(server)
-        if barrier.servers:
+        barrier.missing = tuple(each for each in barrier.missing if each != server)
+        if barrier.missing:
             return []
-        del self._open[number]
+        del self._rounds[number]
         return [*self._look(barrier, now)]
 
     def on_link_down(self, server: str, now: float) -> list[SubscriberAction]:
-        """Do not wait for a server whose link was lost: the subscription reports a gap."""
+        """End the rounds that a server takes part in; others begin when it is up, or left."""
         actions: list[SubscriberAction] = []
-        for number in [number for number, barrier in self._open.items() if server in barrier.servers]:
-            actions += self.on_answer(number, server, now)
+        for number in [number for number, barrier in self._rounds.items() if server in barrier.asked]:
+            actions += self._ask(self._rounds.pop(number), now)
         return actions
 
     def _look(self, barrier: _Barrier, now: float) -> Sequence[SubscriberAction]:
-        """Pass the barrier, unless messages of the channel wait for earlier ones."""
-        subscription = barrier.subscription
-        if self._register.current.get(barrier.channel) is subscription and subscription.sequences.holds:
-            self._timers.add(now + LOOK_AGAIN_S, self._look, barrier)
-            return []
-        return [BarrierPassed(barrier.channel)]
+        """Pass a barrier after its round, unless the subscription has joined other servers, or messages wait."""
+        if self._is_current(barrier):
+            if not set(self._servers(barrier.subscription)) <= set(barrier.asked):
+                return self._ask(barrier, now)
+            if barrier.subscription.sequences.holds:
+                self._timers.add(now + LOOK_AGAIN_S, self._look, barrier)
+                return []
+        return [BarrierPassed(barrier.subscription.channel)]
