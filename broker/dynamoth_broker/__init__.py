@@ -1,0 +1,1 @@
+"""The edge broker: serves end users over WebSocket and server-sent events."""
