@@ -35,7 +35,7 @@ class Measured:
 def measure(system: System, users: int, certificate: Path | None) -> Measured:
     server = ServerProcess(system, certificate)
     tls = certificate is not None
-    crowds = []
+    crowds: list[UsersProcess] = []
     try:
         crowds.append(UsersProcess(server.port, WARM_UP_USERS, tls=tls))
         before = server.usage()
@@ -46,8 +46,9 @@ def measure(system: System, users: int, certificate: Path | None) -> Measured:
         grown = after.resident_bytes - before.resident_bytes
         return Measured(system, tls, users, grown / users, users / crowds[-1].connect_s, users / processor_s)
     finally:
-        for each in (*crowds, server):
+        for each in crowds:
             each.stop()
+        server.stop()
 
 
 def main() -> None:

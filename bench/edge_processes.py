@@ -249,7 +249,7 @@ async def _connect_some(numbers: Iterator[int], port: int, context: ssl.SSLConte
         address = number // USERS_PER_ADDRESS
         ready = loop.create_future()
         transport, _ = await loop.create_connection(
-            lambda ready=ready: _User(ready),  # type: ignore[misc]
+            lambda ready=ready: _User(ready),
             "127.0.0.1",
             port,
             ssl=context,

@@ -93,14 +93,17 @@ class Acceptor:
         return port
 
     async def close(self) -> None:
-        """Stop listening, and end handshakes with TLS that are in progress."""
+        """Stop listening, and end TLS handshakes that are in progress. Does nothing the second time."""
+        if self._socket.fileno() < 0:
+            return
         self._loop.remove_reader(self._socket)
         if self._resumption is not None:
             self._resumption.cancel()
         self._socket.close()
         handshakes = list(self._handshakes)
-        for each in handshakes:
-            each.cancel()
+        if self._tls is not None:  # the others end within a turn of the event loop
+            for each in handshakes:
+                each.cancel()
         await asyncio.gather(*handshakes, return_exceptions=True)
 
     def _accept(self) -> None:

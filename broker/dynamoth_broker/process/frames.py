@@ -70,13 +70,12 @@ def parse_msgpack(data: bytes | bytearray) -> Frame:
             strict_map_key=True,
             object_pairs_hook=_unique,
             ext_hook=_refuse_extension,
-            max_buffer_size=FRAME_BYTES_MAX,
         )
     except MalformedMessage:
         raise
     except RecursionError:
         raise MalformedMessage(f"nested deeper than {DEPTH_MAX}") from None
-    except (ValueError, msgpack.UnpackException, TypeError) as error:  # what is unhashable as a key is a TypeError
+    except (ValueError, msgpack.UnpackException) as error:
         raise MalformedMessage(f"not msgpack: {type(error).__name__}") from None
     _check(value)
     return _as_frame(value)

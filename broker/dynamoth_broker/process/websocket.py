@@ -25,7 +25,7 @@ import ssl
 from collections import deque
 from enum import IntEnum
 from http import HTTPStatus
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from websockets.datastructures import MultipleValuesError
 from websockets.frames import Close, CloseCode, Opcode
@@ -150,7 +150,9 @@ class WebSocketServer:
             each.abort()
         if self.connections:
             self._last_left = self.loop.create_future()
-            await self._last_left
+            await asyncio.wait([self._last_left], timeout=self.options.close_timeout_s)
+        for each in tuple(self.connections):  # uvloop does not report those whose TLS handshake ended just now
+            each.connection_lost(None)
 
     def forget(self, connection: WebSocketConnection) -> None:
         """Note that the socket of ``connection`` is closed."""
@@ -241,7 +243,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
     @property
     def peer(self) -> str:
         """Address and port of the other side; empty when the connection has ended."""
-        address = None if self._transport is None else self._transport.get_extra_info("peername")
+        address = self.get_extra_info("peername")
         return "" if address is None else f"{address[0]}:{address[1]}"
 
     @property
@@ -289,7 +291,16 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         self._discarded = 0
         self._transport.abort()
 
-    # What the server uses.
+    # What the server and tests use.
+
+    @property
+    def parses(self) -> bool:
+        """Whether part of a message, or of the request, has come."""
+        return self._parser is not None
+
+    def get_extra_info(self, name: str) -> Any:
+        """Return what the transport knows, such as its ``socket``; None when the connection has ended."""
+        return None if self._transport is None else self._transport.get_extra_info(name)
 
     def take_queued(self) -> list[bytes] | None:
         """Return the frames that are to be written, and forget them."""
@@ -356,6 +367,8 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, whoever ended it."""
+        if self._state is State.CLOSED:
+            return
         self._state = State.CLOSED
         self._server.forget(self)
         self._cancel_timer()
@@ -440,10 +453,10 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
             return
         if answers and self._state is State.OPEN and not self._over:  # pongs: none for those who do not read
             self.write(answers)
-        if self._partial is not None or parser.reader.buffer:
-            self._parser = parser
-        else:
+        if self._state is State.OPEN and self._partial is None and not parser.reader.buffer:
             self._server.give_back(parser)
+        elif self._state <= State.CLOSING:
+            self._parser = parser  # while closing, messages are not followed: the parser may be within one
         if len(events) > FRAMES_UNPACED_MAX:
             self._pause_reading(len(events) / self._server.options.frames_per_s)
 
