@@ -138,6 +138,11 @@ class UserConnection(ABC):
         """Address and port of the other side, for logs; empty when the connection has ended."""
 
     @property
+    def last_event_id(self) -> str | None:
+        """The header ``Last-Event-ID`` of a stream of server-sent events that reconnects. Users can forge it."""
+        return None
+
+    @property
     @abstractmethod
     def unsent_bytes(self) -> int:
         """Bytes that wait in the broker and in the transport; not those in the socket."""
