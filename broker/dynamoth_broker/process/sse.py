@@ -1,0 +1,412 @@
+"""Serves users over server-sent events and POST, for networks that let no WebSocket through. aiohttp speaks HTTP.
+
+A stream has a task of its own, which writes what :meth:`SseConnection.send` has queued and waits while the user does
+not read; nobody else waits for it. It takes several times the memory of a WebSocket connection.
+
+An event stream has no close codes, so the broker's last event is ``close``, with ``{"code": ..., "reason": ...}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import json
+import logging
+import re
+import ssl
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from dynamoth.errors import MalformedMessage
+from dynamoth_broker.process.accept import Acceptor
+from dynamoth_broker.process.frames import Encoding, Frame, parse_json
+from dynamoth_broker.process.transport import (
+    HARD_BOUND_RATIO,
+    EventId,
+    Listener,
+    Prepared,
+    TransportOptions,
+    UserConnection,
+)
+
+REQUEST_LINE_BYTES_MAX = 8190
+"""Bound of the first line, with the connect frame in it, and of each header: proxies allow about as much."""
+
+WRITTEN_BYTES = 64 * 1024
+"""What is given to aiohttp at a time, from the queue of a stream."""
+
+KEEPALIVE_S = 30.0
+"""A connection without a request is closed after this time."""
+
+STREAMS_PER_SESSION_MAX = 4
+"""A session has two while it reconnects. More are refused."""
+
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # nginx would wait for more
+}
+_PREFLIGHT_HEADERS = {
+    "Access-Control-Allow-Methods": "GET, POST",
+    "Access-Control-Allow-Headers": "Authorization, Cache-Control, Content-Type, Last-Event-ID",
+    "Access-Control-Max-Age": "86400",
+}
+
+
+def _no_event_id(_conn: UserConnection) -> None:
+    return None
+
+
+class SseServer:
+    """Listens for users. Made by :meth:`start`; ends with :meth:`close`."""
+
+    def __init__(self, listener: Listener, options: TransportOptions, event_id: EventId) -> None:
+        self.listener: Final = listener
+        self.options: Final = options
+        self.event_id: Final = event_id
+        self.loop: Final = asyncio.get_running_loop()
+        #: Open streams by session, oldest first: POST goes to the newest.
+        self._streams: Final[dict[str, list[SseConnection]]] = {}
+        #: Accepted sockets without a request, for at most ``handshake_timeout_s``; later, aiohttp bounds the time.
+        self._silent: Final[set[web.RequestHandler]] = set()
+        self._runner: web.AppRunner | None = None
+        self._acceptor: Acceptor | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        listener: Listener,
+        host: str,
+        port: int,
+        options: TransportOptions | None = None,
+        tls: ssl.SSLContext | None = None,
+        event_id: EventId = _no_event_id,
+    ) -> SseServer:
+        """Listen at ``host`` and ``port`` (0: any that is free, see :attr:`port`).
+
+        ``event_id`` is called for each frame in ``send``; it has no line breaks. Raises ConfigError.
+        """
+        self = cls(listener, options or TransportOptions(), event_id)
+        app = web.Application(client_max_size=self.options.frame_bytes_max, middlewares=[self._note_request])
+        app.router.add_get("/sse", self._stream, allow_head=False)
+        app.router.add_post("/sse/{session}", self._post)
+        app.router.add_options("/sse", self._preflight)
+        app.router.add_options("/sse/{session}", self._preflight)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,  # it has sessions in it, and a line for each acknowledgement
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_S,
+            max_line_size=REQUEST_LINE_BYTES_MAX,
+            max_field_size=REQUEST_LINE_BYTES_MAX,
+            shutdown_timeout=self.options.close_timeout_s,
+        )
+        await self._runner.setup()
+        try:
+            self._acceptor = Acceptor.start(host, port, self._new_protocol, self.options, tls)
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        return self
+
+    @property
+    def port(self) -> int:
+        """The port that is listened at."""
+        assert self._acceptor is not None
+        return self._acceptor.port
+
+    async def close(self) -> None:
+        """Stop listening, and abort all streams that are left: close them before with a code that says why."""
+        if self._acceptor is not None:
+            await self._acceptor.close()
+        for streams in tuple(self._streams.values()):
+            for each in tuple(streams):
+                each.abort()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _new_protocol(self) -> asyncio.BaseProtocol:
+        assert self._runner is not None and self._runner.server is not None
+        protocol = self._runner.server()
+        self._silent.add(protocol)
+        self.loop.call_later(self.options.handshake_timeout_s, self._end_silent, protocol)
+        return protocol
+
+    def _end_silent(self, protocol: web.RequestHandler) -> None:
+        if protocol in self._silent:
+            self._silent.remove(protocol)
+            protocol.force_close()
+
+    @web.middleware
+    async def _note_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._silent.discard(request.protocol)
+        return await handler(request)
+
+    async def _preflight(self, request: web.Request) -> web.Response:
+        return web.Response(status=HTTPStatus.NO_CONTENT, headers=_PREFLIGHT_HEADERS | self._cors(request))
+
+    def _cors(self, request: web.Request) -> dict[str, str]:
+        """Return headers for a page of an allowed origin. Raises HTTPForbidden for another."""
+        origins = request.headers.getall("Origin", [])
+        if not origins:
+            return {}
+        if len(origins) > 1 or origins[0] not in self.options.origins:
+            raise web.HTTPForbidden(text="Pages of this origin may not connect.\n")
+        return {"Access-Control-Allow-Origin": origins[0], "Vary": "Origin"}
+
+    # From the broker to the user.
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        headers = _STREAM_HEADERS | self._cors(request)
+        frame = _connect_frame(request)
+        session: str = frame["session"]
+        if len(self._streams.get(session, ())) >= STREAMS_PER_SESSION_MAX:
+            raise web.HTTPTooManyRequests(text="This session has too many streams.\n")
+        token = _bearer(request)
+        if token is not None:
+            frame["token"] = token
+        response = web.StreamResponse(headers=headers)
+        stream = SseConnection(self, request, token)
+        self._streams.setdefault(session, []).append(stream)
+        try:
+            await response.prepare(request)
+            await stream.run(response, frame)
+        except ConnectionError:
+            pass  # the user has gone
+        finally:
+            self._forget(session, stream)
+            stream.end()
+        return response
+
+    def _forget(self, session: str, stream: SseConnection) -> None:
+        streams = self._streams[session]
+        streams.remove(stream)
+        if not streams:
+            del self._streams[session]
+
+    # From the user to the broker.
+
+    async def _post(self, request: web.Request) -> web.Response:
+        headers = self._cors(request)
+        streams = self._streams.get(request.match_info["session"])
+        stream = streams[-1] if streams else None
+        if stream is None or not stream.is_open:
+            raise web.HTTPNotFound(text="This session has no stream here.\n", headers=headers)
+        if not stream.is_of(_bearer(request)):
+            raise web.HTTPForbidden(text="The token is not that of the stream.\n", headers=headers)
+        try:
+            async with asyncio.timeout(self.options.handshake_timeout_s):
+                body = await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(headers=headers) from None
+        if not stream.is_open:
+            raise web.HTTPNotFound(text="The stream has ended.\n", headers=headers)
+        reason = stream.receive(body)
+        if reason is not None:
+            raise web.HTTPBadRequest(text=f"{reason}\n", headers=headers)
+        return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
+
+
+class SseConnection(UserConnection):
+    """The event stream of one user, and what the user posts."""
+
+    __slots__ = (
+        "_closing",
+        "_ended",
+        "_last_event_id",
+        "_opened",
+        "_over",
+        "_queued",
+        "_queued_bytes",
+        "_request",
+        "_server",
+        "_timer",
+        "_token",
+        "_wake",
+    )
+
+    def __init__(self, server: SseServer, request: web.Request, token: str | None) -> None:
+        self.user = None
+        self._server = server
+        self._request = request
+        self._token = token
+        self._last_event_id = request.headers.get("Last-Event-ID")
+        self._queued: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        self._opened = False
+        self._over = False
+        self._closing = False
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def encoding(self) -> Encoding:
+        """Always JSON."""
+        return "json"
+
+    @property
+    def peer(self) -> str:
+        """Address and port of the other side; empty when the connection has ended."""
+        transport = self._request.transport
+        address = None if transport is None else transport.get_extra_info("peername")
+        return "" if address is None else f"{address[0]}:{address[1]}"
+
+    @property
+    def last_event_id(self) -> str | None:
+        """The header ``Last-Event-ID``: where a browser goes on that has reconnected. Users can forge it."""
+        return self._last_event_id
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait in the broker and in the transport; not those in the socket."""
+        transport = self._request.transport
+        return self._queued_bytes + (0 if transport is None else transport.get_write_buffer_size())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether frames can still be sent and received."""
+        return self._opened and not self._closing and not self._ended
+
+    def is_of(self, token: str | None) -> bool:
+        """Whether ``token`` is what the stream began with, or what it was refreshed with."""
+        return hmac.compare_digest((token or "").encode(), (self._token or "").encode())
+
+    def send(self, prepared: Prepared) -> None:
+        """Queue a frame. Frames arrive in order, or the connection ends. Does nothing once it is closing."""
+        if not self.is_open:
+            return
+        event_id = self._server.event_id(self)
+        self._queue(prepared.sse, b"\n" if event_id is None else b"id: %b\n\n" % event_id.encode())
+        bound = self._server.options.unsent_bytes_max
+        unsent = self.unsent_bytes
+        if unsent > HARD_BOUND_RATIO * bound:
+            self.abort()
+        elif unsent > bound and not self._over:
+            self._over = True
+            self._server.loop.call_soon(self._report, self._server.listener.overflowed)
+
+    def close(self, code: int, reason: str = "") -> None:
+        """Send what is queued and an event ``close``, then end. Does nothing the second time."""
+        if not self.is_open:
+            return
+        text = json.dumps({"code": code, "reason": reason}, ensure_ascii=False, separators=(",", ":"))
+        self._queue(b"event: close\ndata: %b\n\n" % text.encode())
+        self._closing = True
+        self._timer = self._server.loop.call_later(self._server.options.close_timeout_s, self.abort)
+
+    def abort(self) -> None:
+        """End at once, and drop what is queued."""
+        self._closing = True
+        self._queued.clear()
+        self._queued_bytes = 0
+        self._wake.set()
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    # What the server uses.
+
+    async def run(self, response: web.StreamResponse, connect: Frame) -> None:
+        """Report the connection, then write what is queued until it is closed. Raises ConnectionError."""
+        self._opened = True
+        self._server.listener.opened(self)
+        if self.is_open:
+            self._report(lambda conn: self._server.listener.received(conn, connect))
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queued:
+                await response.write(self._take())
+                low = self._server.options.unsent_bytes_max // 4
+                if self._over and (not self._queued or self.unsent_bytes <= low):
+                    self._over = False
+                    self._report(self._server.listener.writable)
+            if self._closing:
+                await response.write_eof()
+                return
+
+    def receive(self, body: bytes) -> str | None:
+        """Report what the user has posted, and return why it is malformed, if it is."""
+        try:
+            frame = parse_json(body)
+        except (MalformedMessage, UnicodeDecodeError) as error:
+            reason = str(error) if isinstance(error, MalformedMessage) else "not UTF-8"
+            self._report(lambda conn: self._server.listener.malformed(conn, reason))
+            return reason
+        self._report(lambda conn: self._server.listener.received(conn, frame))
+        if frame.get("type") == "refresh" and isinstance(frame.get("token"), str):
+            self._token = frame["token"]
+        return None
+
+    def end(self) -> None:
+        """Report the end, once."""
+        self._ended = True
+        self._queued.clear()
+        self._queued_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._opened:
+            self._opened = False
+            self._server.listener.closed(self)
+
+    def _queue(self, *parts: bytes) -> None:
+        self._queued.extend(parts)
+        self._queued_bytes += sum(map(len, parts))
+        self._wake.set()
+
+    def _take(self) -> bytes:
+        parts, taken = [], 0
+        while self._queued and taken < WRITTEN_BYTES:
+            part = self._queued.popleft()
+            parts.append(part)
+            taken += len(part)
+        self._queued_bytes -= taken
+        return b"".join(parts)
+
+    def _report(self, event: Callable[[UserConnection], None]) -> None:
+        if not self.is_open:
+            return
+        try:
+            event(self)
+        except Exception:
+            _log.exception("a stream of a user ends")
+            self.abort()
+
+
+def _connect_frame(request: web.Request) -> Frame:
+    """Return the frame in the query. Raises HTTPBadRequest."""
+    encoded = request.query.get("connect", "")
+    try:
+        data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+        frame = parse_json(data)
+    except (binascii.Error, ValueError, MalformedMessage) as error:  # UnicodeDecodeError is a ValueError
+        reason = str(error) if isinstance(error, MalformedMessage) else "it is JSON in base64url"
+        raise web.HTTPBadRequest(text=f"The parameter `connect` cannot be read: {reason}.\n") from None
+    session = frame.get("session")
+    if not isinstance(session, str) or _SESSION.fullmatch(session) is None:
+        raise web.HTTPBadRequest(text="`session` is 1 to 64 letters, digits, `-` and `_`.\n")
+    if "token" in frame:
+        raise web.HTTPBadRequest(text="URLs are logged: the token goes into the header `Authorization`.\n")
+    return frame
+
+
+def _bearer(request: web.Request) -> str | None:
+    """Return the token of a request. Raises HTTPBadRequest if there is something else in its place."""
+    header = request.headers.get("Authorization")
+    if header is None:
+        return None
+    scheme, _, token = header.partition(" ")
+    if scheme.lower() != "bearer" or not token.isascii():
+        raise web.HTTPBadRequest(text="`Authorization` is `Bearer` and a token.\n")
+    return token.strip()
+
+
+_log = logging.getLogger("dynamoth.broker.sse")

@@ -1,0 +1,577 @@
+"""Serves users over WebSocket, on asyncio's protocols and the Sans-I/O parser of the library ``websockets``.
+
+Why this parser: measured with 5,000 idle connections and a prepared frame of 200 bytes, in uvloop, a connection of
+``websockets.asyncio`` takes 14.6 KiB, one of picows 2.3 29.5 KiB (it has a read buffer of its own), a
+``ServerProtocol`` that is kept 7.0 KiB, and one as below 1 to 4 KiB. A frame costs 2.5 us of processor time per user
+with ``websockets.broadcast``, and 0.6 us where bytes are only handed to the transport, with either library; the system
+call costs 5 us on top. So picows is no faster where it matters, forbids to write prepared frames past it, and has one
+maintainer. ``bench.edge_memory`` and ``bench.edge_fanout`` measure it again.
+
+How a connection stays small: between messages a parser has no state. A connection borrows one from its server when
+bytes arrive, and gives it back when they end with a whole message. The ``ServerProtocol`` of the handshake, with the
+headers of the request, is dropped. All connections read into one buffer.
+
+How one publication reaches many users: its bytes are made once, and each connection queues a reference. What was queued
+in a turn of the event loop is written in the next one, by one system call per connection, and for
+``FLUSHED_PER_TURN_MAX`` connections at a time. So a loop that has much to send still reads, and what it reads meanwhile
+joins what waits: the more there is to send, the fewer system calls each publication takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections import deque
+from enum import IntEnum
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+from websockets.datastructures import MultipleValuesError
+from websockets.frames import Close, CloseCode, Opcode
+from websockets.frames import Frame as WebSocketFrame
+from websockets.http11 import Request, Response
+from websockets.protocol import Protocol as Parser
+from websockets.protocol import Side
+from websockets.protocol import State as ParserState
+from websockets.server import ServerProtocol
+from websockets.typing import Subprotocol
+
+from dynamoth.errors import MalformedMessage
+from dynamoth_broker.process.accept import Acceptor
+from dynamoth_broker.process.frames import Encoding, parse_json, parse_msgpack
+from dynamoth_broker.process.transport import HARD_BOUND_RATIO, Listener, Prepared, TransportOptions, UserConnection
+
+PATH = "/connect"
+
+JSON = Subprotocol("dynamoth.v1.json")
+MSGPACK = Subprotocol("dynamoth.v1.msgpack")
+
+REQUEST_BYTES_MAX = 16 * 1024
+"""Bound of the request of a handshake; browsers send less than 1 KB, and cookies of the site up to 8 KB."""
+
+READ_BYTES = 8 * 1024
+"""Bytes read from one user at a time. The smallest frame has 6 bytes, so this bounds the work: 10 ms at the worst."""
+
+FRAMES_UNPACED_MAX = 16
+"""Messages in one read that do not make the connection pause; more do, by ``frames_per_s``."""
+
+FRAGMENTS_MAX = 64
+"""Fragments of one message. Their bytes are bounded, but a fragment may be empty."""
+
+FLUSHED_PER_TURN_MAX = 500
+"""Connections written to in one turn of the event loop: 3 to 4 ms."""
+
+PARSERS_KEPT_MAX = 64
+"""Parsers without state that a server keeps. Only those that wait for the rest of a message are more."""
+
+LINGERING_BYTES_MAX = 1024 * 1024
+"""Bytes of a peer that are read and dropped after it broke the protocol, so that the close frame reaches it: closing a
+socket with unread bytes resets the connection."""
+
+REASON_BYTES_MAX = 123
+"""Bound of the reason in a close frame (RFC 6455, section 5.5)."""
+
+
+class State(IntEnum):
+    """The states of a connection, in order."""
+
+    HANDSHAKE = 0
+    OPEN = 1
+    CLOSING = 2  # our close frame is sent; the peer's is awaited
+    LINGERING = 3  # nothing more is sent or handled; waits for the end of the peer's bytes
+    CLOSED = 4
+
+
+class _Partial:
+    """A message of which some fragments have come."""
+
+    __slots__ = ("count", "data", "opcode")
+
+    def __init__(self, frame: WebSocketFrame) -> None:
+        self.opcode = frame.opcode
+        self.data = bytearray(frame.data)
+        self.count = 1
+
+    def add(self, frame: WebSocketFrame) -> None:
+        self.data += frame.data
+        self.count += 1
+
+
+class WebSocketServer:
+    """Listens for users. Made by :meth:`start`; ends with :meth:`close`."""
+
+    def __init__(self, listener: Listener, options: TransportOptions) -> None:
+        self.listener: Final = listener
+        self.options: Final = options
+        self.loop: Final = asyncio.get_running_loop()
+        #: What every connection reads into: reading, and handling what was read, is one step of the event loop.
+        self.buffer: Final = memoryview(bytearray(READ_BYTES))
+        #: Open sockets, those in a handshake included.
+        self.connections: Final[set[WebSocketConnection]] = set()
+        #: Connections with something to write, oldest first. A connection is in here if it has a list of frames.
+        self._unflushed: Final[deque[WebSocketConnection]] = deque()
+        self._parsers: Final[list[Parser]] = []
+        self._acceptor: Acceptor | None = None
+        #: Made by ``close``.
+        self._last_left: asyncio.Future[None] | None = None
+
+    @classmethod
+    def start(
+        cls,
+        listener: Listener,
+        host: str,
+        port: int,
+        options: TransportOptions | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> WebSocketServer:
+        """Listen at ``host`` and ``port`` (0: any that is free, see :attr:`port`). Raises ConfigError."""
+        self = cls(listener, options or TransportOptions())
+        self._acceptor = Acceptor.start(host, port, lambda: WebSocketConnection(self), self.options, tls)
+        return self
+
+    @property
+    def port(self) -> int:
+        """The port that is listened at."""
+        assert self._acceptor is not None
+        return self._acceptor.port
+
+    @property
+    def failed_handshakes(self) -> int:
+        """Connections that ended in their TLS handshake."""
+        assert self._acceptor is not None
+        return self._acceptor.failed_handshakes
+
+    async def close(self) -> None:
+        """Stop listening, and abort all connections that are left: close them before with a code that says why."""
+        if self._acceptor is not None:
+            await self._acceptor.close()
+        for each in tuple(self.connections):
+            each.abort()
+        if self.connections:
+            self._last_left = self.loop.create_future()
+            await asyncio.wait([self._last_left], timeout=self.options.close_timeout_s)
+        for each in tuple(self.connections):  # uvloop does not report those whose TLS handshake ended just now
+            each.connection_lost(None)
+
+    def forget(self, connection: WebSocketConnection) -> None:
+        """Note that the socket of ``connection`` is closed."""
+        self.connections.discard(connection)
+        if self._last_left is not None and not self.connections and not self._last_left.done():
+            self._last_left.set_result(None)
+
+    def flush_later(self, connection: WebSocketConnection) -> None:
+        """Write what ``connection`` has queued, in a later turn of the event loop."""
+        if not self._unflushed:
+            self.loop.call_soon(self._flush)
+        self._unflushed.append(connection)
+
+    def borrow_parser(self) -> Parser:
+        """Return a parser without state."""
+        if self._parsers:
+            return self._parsers.pop()
+        return Parser(Side.SERVER, max_size=self.options.frame_bytes_max, logger=_parser_log)
+
+    def give_back(self, parser: Parser) -> None:
+        """Take a parser back that has no state."""
+        if len(self._parsers) < PARSERS_KEPT_MAX:
+            self._parsers.append(parser)
+
+    def _flush(self) -> None:
+        # Users of one interest have the same frames queued: they share what joins them, too.
+        shared: list[bytes] = []
+        joined = b""
+        for _ in range(min(FLUSHED_PER_TURN_MAX, len(self._unflushed))):
+            connection = self._unflushed.popleft()
+            queued = connection.take_queued()
+            if not queued:
+                continue
+            if queued != shared:
+                shared, joined = queued, queued[0] if len(queued) == 1 else b"".join(queued)
+            connection.write(joined)
+        if self._unflushed:
+            self.loop.call_soon(self._flush)
+
+
+class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
+    """The connection of one user."""
+
+    __slots__ = (
+        "_discarded",
+        "_is_text",
+        "_opened",
+        "_over",
+        "_parser",
+        "_partial",
+        "_queued",
+        "_queued_bytes",
+        "_server",
+        "_state",
+        "_timer",
+        "_transport",
+    )
+
+    def __init__(self, server: WebSocketServer) -> None:
+        self.user = None
+        self._server = server
+        self._state = State.HANDSHAKE
+        self._transport: asyncio.Transport | None = None
+        #: Only while a message or the handshake is incomplete.
+        self._parser: Parser | None = None
+        self._partial: _Partial | None = None
+        self._is_text = True
+        #: Frames for the next flush, or None: then this connection is not among those to be flushed.
+        self._queued: list[bytes] | None = None
+        self._queued_bytes = 0
+        #: The transport has more than its bound.
+        self._over = False
+        #: The listener knows this connection.
+        self._opened = False
+        #: Bytes of the request so far; later, bytes that were dropped.
+        self._discarded = 0
+        self._timer: asyncio.TimerHandle | None = server.loop.call_later(
+            server.options.handshake_timeout_s, self._handshake_timed_out
+        )
+
+    # What the listener uses.
+
+    @property
+    def encoding(self) -> Encoding:
+        """What the user's frames are written in."""
+        return "json" if self._is_text else "msgpack"
+
+    @property
+    def peer(self) -> str:
+        """Address and port of the other side; empty when the connection has ended."""
+        address = self.get_extra_info("peername")
+        return "" if address is None else f"{address[0]}:{address[1]}"
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait in the broker and in the transport; not those in the socket."""
+        if self._transport is None:
+            return 0
+        return self._queued_bytes + self._transport.get_write_buffer_size()
+
+    def send(self, prepared: Prepared) -> None:
+        """Queue a frame. Frames arrive in order, or the connection ends. Does nothing once it is closing.
+
+        A connection is aborted whose unsent bytes pass ``HARD_BOUND_RATIO`` times their bound. So whoever sends much at
+        once looks at ``unsent_bytes``.
+        """
+        if self._state is not State.OPEN:
+            return
+        data = prepared.websocket_json if self._is_text else prepared.websocket_msgpack
+        queued = self._queued
+        if queued is None:
+            self._queued = [data]
+            self._queued_bytes = len(data)
+            self._server.flush_later(self)
+        else:
+            queued.append(data)
+            self._queued_bytes += len(data)
+
+    def close(self, code: int, reason: str = "") -> None:
+        """Send what is queued, then end with ``code`` and ``reason``. Does nothing the second time."""
+        if self._state is not State.OPEN:
+            return
+        self._write_queued()
+        if self._state is State.OPEN:
+            text = reason.encode()[:REASON_BYTES_MAX].decode(errors="ignore")
+            self.write(_close_frame(code, text))
+            self._state = State.CLOSING
+            self._abort_later()
+
+    def abort(self) -> None:
+        """End at once, and drop what is queued."""
+        if self._state is State.CLOSED or self._transport is None:
+            return
+        self._queued, self._queued_bytes = None, 0
+        self._state = State.LINGERING
+        self._discarded = 0
+        self._transport.abort()
+
+    # What the server and tests use.
+
+    @property
+    def parses(self) -> bool:
+        """Whether part of a message, or of the request, has come."""
+        return self._parser is not None
+
+    def get_extra_info(self, name: str) -> Any:
+        """Return what the transport knows, such as its ``socket``; None when the connection has ended."""
+        return None if self._transport is None else self._transport.get_extra_info(name)
+
+    def take_queued(self) -> list[bytes] | None:
+        """Return the frames that are to be written, and forget them."""
+        queued, self._queued, self._queued_bytes = self._queued, None, 0
+        return queued
+
+    def write(self, data: bytes) -> None:
+        """Give bytes to the transport. Aborts the connection if far too many wait there."""
+        transport = self._transport
+        if transport is None or self._state > State.CLOSING:
+            return
+        transport.write(data)
+        if self._over and transport.get_write_buffer_size() > HARD_BOUND_RATIO * self._server.options.unsent_bytes_max:
+            self.abort()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin: the request of the handshake comes next."""
+        transport = cast(asyncio.Transport, transport)  # those of uvloop do not say so
+        self._transport = transport
+        self._server.connections.add(self)
+        options = self._server.options
+        transport.set_write_buffer_limits(options.unsent_bytes_max, options.unsent_bytes_max // 4)
+        self._parser = ServerProtocol(
+            subprotocols=[JSON, MSGPACK], max_size=options.frame_bytes_max, logger=_parser_log
+        )
+        if self._timer is None:  # TLS took all of the time
+            self.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where to read to."""
+        return self._server.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Handle what was read."""
+        data = bytes(self._server.buffer[:nbytes])
+        try:
+            match self._state:
+                case State.HANDSHAKE:
+                    self._shake_hands(data)
+                case State.OPEN | State.CLOSING:
+                    self._parse(data)
+                case _:
+                    self._discard(nbytes)
+        except Exception:
+            _log.exception("a connection of a user ends")
+            self.abort()
+
+    def eof_received(self) -> None:
+        """End, as the peer sends nothing more: the transport writes what it has, and closes."""
+        self._state = State.LINGERING
+        self._abort_later()
+
+    def pause_writing(self) -> None:
+        """Note that the transport has passed its bound, and report it in the next turn of the event loop."""
+        self._over = True
+        self._server.loop.call_soon(self._report_over, True)
+
+    def resume_writing(self) -> None:
+        """Note that the transport has sent most of its bytes."""
+        self._over = False
+        self._server.loop.call_soon(self._report_over, False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End, whoever ended it."""
+        if self._state is State.CLOSED:
+            return
+        self._state = State.CLOSED
+        self._server.forget(self)
+        self._cancel_timer()
+        self._transport = self._parser = self._partial = self._queued = None
+        self._queued_bytes = 0
+        if self._opened:
+            self._server.listener.closed(self)
+
+    # The handshake.
+
+    def _shake_hands(self, data: bytes) -> None:
+        parser = self._parser
+        assert isinstance(parser, ServerProtocol)
+        self._discarded += len(data)
+        if self._discarded > REQUEST_BYTES_MAX:
+            self._refuse(parser, parser.reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "Too large.\n"))
+            return
+        parser.receive_data(data)
+        events = parser.events_received()
+        if not events:
+            written = parser.data_to_send()
+            if written:  # the parser has refused it
+                self._linger(b"".join(written))
+            return
+        request = events[0]
+        assert isinstance(request, Request)
+        if len(events) > 1 or parser.reader.buffer:
+            self._refuse(parser, parser.reject(HTTPStatus.BAD_REQUEST, "Wait for the answer before you send.\n"))
+            return
+        response = self._answer(parser, request)
+        if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+            self._refuse(parser, response)
+            return
+        parser.send_response(response)
+        self._open(parser)
+
+    def _answer(self, parser: ServerProtocol, request: Request) -> Response:
+        path = request.path.partition("?")[0]
+        if path != PATH:
+            return parser.reject(HTTPStatus.NOT_FOUND, f"Users connect at {PATH}.\n")
+        try:
+            origin = request.headers.get("Origin")
+        except MultipleValuesError:
+            return parser.reject(HTTPStatus.BAD_REQUEST, "More than one Origin.\n")
+        if origin is not None and origin not in self._server.options.origins:
+            return parser.reject(HTTPStatus.FORBIDDEN, "Pages of this origin may not connect.\n")
+        return parser.accept(request)
+
+    def _open(self, parser: ServerProtocol) -> None:
+        assert self._transport is not None
+        self._cancel_timer()
+        self._is_text = parser.subprotocol == JSON
+        self._parser = None
+        self._discarded = 0
+        self._state = State.OPEN
+        self._opened = True
+        self._transport.writelines(parser.data_to_send())
+        self._server.listener.opened(self)
+
+    def _refuse(self, parser: ServerProtocol, response: Response) -> None:
+        parser.send_response(response)
+        self._parser = None
+        self._linger(b"".join(parser.data_to_send()))
+
+    def _handshake_timed_out(self) -> None:
+        self._timer = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Messages.
+
+    def _parse(self, data: bytes) -> None:
+        parser, self._parser = self._parser or self._server.borrow_parser(), None
+        parser.receive_data(data)
+        events = parser.events_received()
+        answers = b"".join(parser.data_to_send())
+        for each in events:
+            assert isinstance(each, WebSocketFrame)
+            self._handle(each)
+        if parser.state is not ParserState.OPEN:
+            self._end_as_parsed(answers, broken=parser.parser_exc is not None)
+            return
+        if answers and self._state is State.OPEN and not self._over:  # pongs: none for those who do not read
+            self.write(answers)
+        if self._state is State.OPEN and self._partial is None and not parser.reader.buffer:
+            self._server.give_back(parser)
+        elif self._state <= State.CLOSING:
+            self._parser = parser  # while closing, messages are not followed: the parser may be within one
+        if len(events) > FRAMES_UNPACED_MAX:
+            self._pause_reading(len(events) / self._server.options.frames_per_s)
+
+    def _handle(self, frame: WebSocketFrame) -> None:
+        if self._state is not State.OPEN:
+            return
+        partial = self._partial
+        match frame.opcode:
+            case Opcode.TEXT | Opcode.BINARY if frame.fin:
+                self._deliver(frame.opcode, frame.data)
+            case Opcode.TEXT | Opcode.BINARY:
+                self._partial = _Partial(frame)
+            case Opcode.CONT:
+                assert partial is not None, "the parser refuses a continuation of nothing"
+                partial.add(frame)
+                if frame.fin:
+                    self._partial = None
+                    self._deliver(partial.opcode, partial.data)
+                elif partial.count >= FRAGMENTS_MAX:
+                    self._fail(CloseCode.MESSAGE_TOO_BIG, f"more than {FRAGMENTS_MAX} fragments")
+            case _:
+                pass  # the parser answers pings and closes
+
+    def _deliver(self, opcode: Opcode, data: bytes | bytearray | memoryview) -> None:
+        assert not isinstance(data, memoryview), "only frames to be sent have them"
+        listener = self._server.listener
+        if (opcode is Opcode.TEXT) is not self._is_text:
+            listener.malformed(self, "a text message is expected" if self._is_text else "a binary message is expected")
+            return
+        try:
+            frame = parse_json(data) if self._is_text else parse_msgpack(data)
+        except UnicodeDecodeError:
+            self._fail(CloseCode.INVALID_DATA, "a text message is not UTF-8")
+        except MalformedMessage as error:
+            listener.malformed(self, str(error))
+        else:
+            listener.received(self, frame)
+
+    def _pause_reading(self, delay_s: float) -> None:
+        if self._state is State.OPEN and self._transport is not None:
+            self._transport.pause_reading()
+            self._server.loop.call_later(delay_s, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _report_over(self, over: bool) -> None:
+        if self._state is not State.OPEN:
+            return
+        listener = self._server.listener
+        try:
+            (listener.overflowed if over else listener.writable)(self)
+        except Exception:
+            _log.exception("a connection of a user ends")
+            self.abort()
+
+    # The end.
+
+    def _end_as_parsed(self, answers: bytes, *, broken: bool) -> None:
+        """End, as the peer has sent its close frame or, where ``broken``, something that no frame is."""
+        if self._state is State.OPEN:
+            self._write_queued()
+        if self._state is State.OPEN and broken:
+            self._linger(answers)
+        elif self._state <= State.CLOSING and self._transport is not None:
+            if self._state is State.OPEN:
+                self.write(answers)
+            self._state = State.LINGERING
+            self._transport.close()
+            self._abort_later()
+
+    def _fail(self, code: int, reason: str) -> None:
+        """End, as the peer has broken the protocol."""
+        self._write_queued()
+        if self._state is State.OPEN:
+            self._linger(_close_frame(code, reason))
+
+    def _linger(self, last: bytes) -> None:
+        """Write the last bytes, then wait for the end of the peer's, as closing now could destroy them on their way."""
+        transport = self._transport
+        if transport is None:
+            return
+        self._state = State.LINGERING
+        self._discarded = 0
+        self._partial = None
+        transport.write(last)
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._abort_later()
+
+    def _discard(self, nbytes: int) -> None:
+        self._discarded += nbytes
+        if self._discarded > LINGERING_BYTES_MAX:
+            self.abort()
+
+    def _write_queued(self) -> None:
+        queued = self.take_queued()
+        if queued:
+            self.write(b"".join(queued))
+
+    def _abort_later(self) -> None:
+        self._cancel_timer()
+        self._timer = self._server.loop.call_later(self._server.options.close_timeout_s, self.abort)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _close_frame(code: int, reason: str) -> bytes:
+    return WebSocketFrame(Opcode.CLOSE, Close(code, reason).serialize()).serialize(mask=False)
+
+
+_log = logging.getLogger("dynamoth.broker.websocket")
+_parser_log = logging.getLogger("dynamoth.broker.websocket.parser")
+_parser_log.setLevel(logging.CRITICAL)  # else a line for each connection
