@@ -9,6 +9,7 @@ from dynamoth.edge.frames import Connect, Frame, UserFrame
 from dynamoth.edge.log import LogOptions
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import LinkAction, LinkEvent
+from dynamoth.settings.sections import SessionSettings
 
 ConnectionId = Hashable
 """What the runtime calls a user's connection; the machine only keeps it."""
@@ -263,8 +264,8 @@ BrokerAction = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerOptions:
+@dataclass(frozen=True, kw_only=True)
+class BrokerOptions(SessionSettings):
     """Options of a broker."""
 
     #: The name of this broker, in reports and in ``connected``.
@@ -276,12 +277,6 @@ class BrokerOptions:
     log: LogOptions = field(default_factory=LogOptions)
     #: Other brokers, for users who come when this one is full, drained or gone.
     alternates: tuple[str, ...] = ()
-    sessions_max: int = 100_000
-    subscriptions_per_session_max: int = 128
-    #: An interest that nobody has is kept for this time, so that users who come and go cost Redis nothing.
-    linger_s: float = 10.0
-    #: The tips of all logs are compared this often: a publisher may die between append and publish.
-    tip_check_s: float = 5.0
     #: A user waits this long for the server of a log.
     log_wait_s: float = 5.0
     #: Publications that are read from a log at a time.
@@ -291,7 +286,6 @@ class BrokerOptions:
     recent_bytes_max: int = 65_536
     #: Publications that wait for an earlier one, at most; more are read from the log later.
     pending_max: int = 1000
-    ping_s: float = 25.0
     pong_timeout_s: float = 10.0
     ack_s: float = 1.0
     #: A connection that reads nothing for this time is closed.

@@ -15,7 +15,7 @@ ahead of it. Then comes ``bye``; the user has everything, and closes the connect
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
@@ -389,8 +389,9 @@ class BrokerMachine:
 
     # The Dynamoth client.
 
-    def _on_publications(self, messages: Iterable[tuple[bytes, bytes]], now: float) -> list[BrokerAction]:
+    def _on_publications(self, messages: Sequence[tuple[bytes, bytes]], now: float) -> list[BrokerAction]:
         by_channel, delivery = self.interests.by_channel, self._delivery
+        self.counters["publications"] += len(messages)
         actions: list[BrokerAction] = []
         for channel, payload in messages:
             shared = by_channel.get(channel)

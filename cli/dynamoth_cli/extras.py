@@ -8,6 +8,7 @@ EXTRAS = {
     "agent": ("prometheus_client",),
     "balancer": ("prometheus_client",),
     "cli": ("prometheus_client", "rich"),
+    "broker": ("aiohttp", "cryptography", "jwt", "prometheus_client", "websockets"),
     "record": ("prometheus_client", "pyarrow"),
     "analytics": ("pandas", "pyarrow", "pyspark"),
 }

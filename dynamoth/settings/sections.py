@@ -298,6 +298,71 @@ class RecorderSettings(HttpSettings):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """Settings of a broker's machine: what users may do, and how long things are kept."""
+
+    sessions_max: int = setting(50_000, "users are sent elsewhere when this many are connected", minimum=1)
+    subscriptions_per_session_max: int = setting(
+        128, "subscriptions of one user's connection at most", minimum=1, maximum=1000
+    )
+    linger_s: float = setting(
+        10.0,
+        "what nobody is subscribed to any more is kept for this time, so that users who come and go cost Redis nothing",
+        unit="s",
+        minimum=0,
+    )
+    tip_check_s: float = setting(
+        5.0,
+        "the ends of all logs are read this often, for publications whose publisher died between append and publish",
+        unit="s",
+        above=0,
+    )
+    ping_s: float = setting(25.0, "time between two pings to a user", unit="s", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerSettings(SessionSettings, HttpSettings):
+    """Settings of an edge broker."""
+
+    id: str = setting("", "the name of this broker, different for each")
+    host: str = setting("127.0.0.1", "where users connect by WebSocket and by server-sent events")
+    port: int = setting(8000, "port for WebSockets; 0 for any that is free", minimum=0, maximum=65535)
+    sse_port: int = setting(0, "port for server-sent events and POST; 0 for none", minimum=0, maximum=65535)
+    tls_cert_file: str = setting("", "certificate (PEM) for users' connections; empty for no TLS")
+    tls_key_file: str = setting("", "the key of that certificate (PEM)")
+    alternates: str = setting(
+        "", "the URLs at which users reach the other brokers (wss://HOST/connect), separated by spaces"
+    )
+    origins: str = setting(
+        "", "the origins of pages that may connect (https://example.org), separated by spaces; others are refused"
+    )
+    token_keys_file: str = setting(
+        "", "a file with the keys of tokens: a JSON Web Key Set, in which every key has its alg and kid"
+    )
+    anonymous: bool = setting(False, "whether users without a token may subscribe to everything, but publish nothing")
+    logs: str = setting("", "the log servers, as ID=URL separated by spaces; always the same list")
+    history: str = setting("", "patterns of the channels whose publications are logged, separated by spaces")
+    retained_min: int = setting(10_000, "a log keeps at least this many publications", minimum=1)
+    log_ttl_s: float = setting(
+        604_800.0, "a log that nobody has used for this time is forgotten", unit="s", minimum=1, maximum=31_536_000
+    )
+    log_durable: bool = setting(
+        False, "whether log servers lose nothing when they restart (appendfsync always); only then is that no gap"
+    )
+    unsent_bytes_max: int = setting(
+        1_048_576, "with more bytes that wait for one user, that user falls behind", unit="bytes", minimum=65_536
+    )
+    accepts_per_s: float = setting(1000.0, "connections that are accepted per second; others wait", unit="1/s", above=0)
+    evict_per_s: float = setting(500.0, "users that are asked to move per second, of a broker that ends", above=0)
+    drain_s: float = setting(
+        30.0,
+        "at SIGTERM, users are moved to alternates for this time at most, before the others are closed",
+        unit="s",
+        minimum=0,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
     """Settings of the log on stderr."""
@@ -316,4 +381,5 @@ class Config:
     balancer: BalancerSettings = BalancerSettings()
     fleet: FleetSettings = FleetSettings()
     recorder: RecorderSettings = RecorderSettings()
+    broker: BrokerSettings = BrokerSettings()
     log: LogSettings = LogSettings()

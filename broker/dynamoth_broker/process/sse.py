@@ -266,6 +266,11 @@ class SseConnection(UserConnection):
         return self._last_event_id
 
     @property
+    def is_stream(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def unsent_bytes(self) -> int:
         """Bytes that wait in the broker and in the transport; not those in the socket."""
         transport = self._request.transport

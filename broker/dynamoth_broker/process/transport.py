@@ -143,6 +143,11 @@ class UserConnection(ABC):
         return None
 
     @property
+    def is_stream(self) -> bool:
+        """Whether this is a stream of server-sent events, whose frames carry positions."""
+        return False
+
+    @property
     @abstractmethod
     def unsent_bytes(self) -> int:
         """Bytes that wait in the broker and in the transport; not those in the socket."""

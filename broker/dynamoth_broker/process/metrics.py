@@ -1,0 +1,49 @@
+"""The metrics of a broker for Prometheus. Labels never name users, channels or queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from dynamoth_broker.machine import BrokerMachine
+from dynamoth_daemon import metrics
+
+_COUNTERS = {
+    "deliveries": "Publications that were handed to users' connections",
+    "publications": "Publications that came from Redis",
+    "frames_received": "Frames of users",
+    "malformed": "Messages of Redis that could not be read",
+    "malformed_frames": "Frames of users that could not be read",
+    "gaps": "Gaps that users were told of",
+    "logs_lost": "Lives of logs that began while users had subscribed",
+    "log_errors": "Errors of log servers",
+    "slow_sessions": "Times that a user has fallen behind, as the connection was full",
+    "sessions_lost": "Users that did not answer a ping",
+    "moves_asked": "Users that were asked to move to another broker",
+    "moves_done": "Users that have moved to another broker",
+    "refused_full": "Users that were sent elsewhere, as this broker was full",
+    "refused_draining": "Users that were sent elsewhere, as this broker was drained",
+    "refused_token_refused": "Connections with a token that is not valid",
+    "refused_token_expired": "Connections with a token that has expired",
+}
+
+_FAMILIES = metrics.Families("dynamoth_broker_")
+
+
+def make_registry(machine: BrokerMachine, lag_s: Callable[[], float]) -> CollectorRegistry:
+    """Return a registry with the metrics of a broker and of its process. ``lag_s``: of the event loop."""
+    return metrics.make_registry("broker", lambda: _collect(machine, lag_s))
+
+
+def _collect(machine: BrokerMachine, lag_s: Callable[[], float]) -> Iterator[Metric]:
+    gauge = _FAMILIES.gauge
+    subscriptions = sum(interest.users for interest in machine.interests)
+    yield gauge("sessions", "Users that are connected", len(machine.sessions))
+    yield gauge("subscriptions", "Subscriptions of users", subscriptions)
+    yield gauge("interests", "Different subscriptions; Redis sees each once", len(machine.interests))
+    yield gauge("draining", "1 while users are moved away, and none are taken", machine.is_draining)
+    yield gauge("logs_down", "Log servers that do not answer", len(machine.logs.faults))
+    yield gauge("event_loop_lag_seconds", "How late the event loop was lately", lag_s())
+    yield from _FAMILIES.counters(_COUNTERS, machine.counters)

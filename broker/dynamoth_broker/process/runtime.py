@@ -1,0 +1,417 @@
+"""Runs a broker as a process: ``dynamoth broker``."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import json
+import logging
+import secrets
+import ssl
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never, cast
+
+from prometheus_client import CollectorRegistry
+
+from dynamoth.edge.frames import (
+    Connect,
+    Data,
+    Error,
+    Frame,
+    Gap,
+    Refresh,
+    Subscribed,
+    UserFrame,
+    read_user_frame,
+    to_wire,
+)
+from dynamoth.edge.publications import Position
+from dynamoth.errors import ConfigError, MalformedMessage
+from dynamoth.settings.sections import BrokerSettings
+from dynamoth_broker.events import (
+    PROTOCOL_ERROR,
+    TOKEN_EXPIRED,
+    TOKEN_REFUSED,
+    Broadcast,
+    BrokerAction,
+    BrokerOptions,
+    CloseConnection,
+    Closed,
+    Drain,
+    LogLinkChanged,
+    Opened,
+    Overflowed,
+    PublishMessage,
+    RaiseBarrier,
+    Received,
+    Refreshed,
+    Stop,
+    SubscribeChannel,
+    Transmit,
+    UnsubscribeChannel,
+    Writable,
+)
+from dynamoth_broker.machine import BrokerMachine
+from dynamoth_broker.process.metrics import make_registry
+from dynamoth_broker.process.sse import SseServer
+from dynamoth_broker.process.subscriptions import Subscriptions
+from dynamoth_broker.process.tokens import TokenExpired, TokenRefused, Tokens
+from dynamoth_broker.process.transport import Prepared, TransportOptions, UserConnection, prepare
+from dynamoth_broker.process.websocket import WebSocketServer
+from dynamoth_client.asyncio import Redis
+from dynamoth_daemon import event_loop
+from dynamoth_daemon.exit_codes import EXIT_FAILED
+from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
+from dynamoth_link.options import LinkOptions
+
+CONNECT_TIMEOUT_S = 10.0
+"""A connection sends its ``connect`` within this time."""
+
+LAG_INTERVAL_S = 0.5
+"""The lag of the event loop is measured this often."""
+
+EVENT_ID_CHARACTERS_MAX = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerConfig(BrokerSettings):
+    """The configuration of a broker process.
+
+    ``options`` are those of its machine, ``make_client`` makes the client of the cluster, ``link`` has the credentials
+    and timeouts of the connections to log servers, ``tls`` is for users' connections.
+
+    Raises:
+        ConfigError: users could not log in.
+
+    """
+
+    options: BrokerOptions
+    make_client: Callable[[], Redis]
+    link: LinkOptions = field(default_factory=LinkOptions)
+    tls: ssl.SSLContext | None = None
+
+    def __post_init__(self) -> None:
+        """Check what only shows in combination."""
+        if not self.token_keys_file and not self.anonymous:
+            raise ConfigError(
+                "broker.token_keys_file is not set, so nobody could log in: give the file with the keys of tokens, or"
+                " broker.anonymous = true to let everybody in"
+            )
+
+
+async def run_broker(
+    config: BrokerConfig, stop: asyncio.Event | None = None, on_ready: Callable[[int, int], None] | None = None
+) -> int:
+    """Run a broker until ``stop``, SIGTERM or SIGINT; return the exit code of the process.
+
+    At the end, users are moved to the alternates first. ``on_ready`` gets the ports for WebSockets and for server-sent
+    events (0: none).
+
+    Raises:
+        ConfigError: a port is not free, or the keys of tokens cannot be used.
+
+    """
+    return await BrokerProcess(config, stop or asyncio.Event(), on_ready).run()
+
+
+def run(config: BrokerConfig) -> int:
+    """Run a broker in an event loop of its own; see :func:`run_broker`."""
+    return event_loop.run(run_broker(config))
+
+
+@dataclass(slots=True)
+class _User:
+    """What the runtime knows of one connection."""
+
+    #: Whether the machine knows of it.
+    is_opened: bool = False
+    #: Of a stream of server-sent events: the position of each subscription, as far as frames were queued.
+    positions: dict[str, tuple[str, int]] | None = None
+    timeout: asyncio.TimerHandle | None = None
+
+
+class BrokerProcess(DaemonProcess[BrokerAction]):
+    """One broker process: the machine, its log servers, the Dynamoth client, and the transports of users."""
+
+    def __init__(
+        self, config: BrokerConfig, stop: asyncio.Event, on_ready: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._config = config
+        self._machine = BrokerMachine(config.options, secrets.randbits(INCARNATION_BITS))
+        super().__init__("broker", self._machine, config, config.link, stop, broker=config.options.id)
+        self._tokens = Tokens(config.token_keys_file, anonymous=config.anonymous, now=self._loop.time)
+        self._on_ready = on_ready
+        self._client = config.make_client()
+        self._subscriptions = Subscriptions(self._client, self._driver.handle, self._report_cluster)
+        self._transport = TransportOptions(
+            origins=frozenset(config.origins.split()),
+            unsent_bytes_max=config.unsent_bytes_max,
+            accepts_per_s=config.accepts_per_s,
+        )
+        self._websockets: WebSocketServer | None = None
+        self._sse: SseServer | None = None
+        #: Whether anybody uses server-sent events: they need a position for each frame.
+        self._has_streams = False
+        #: Set while no user is connected.
+        self._is_empty = asyncio.Event()
+        self._lag_s = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> int:
+        """Run until the end; return the exit code."""
+        config = self._config
+        self._websockets = WebSocketServer.start(self, config.host, config.port, self._transport, config.tls)
+        if config.sse_port:
+            self._sse = await SseServer.start(
+                self, config.host, config.sse_port, self._transport, config.tls, self._event_id
+            )
+        self._tasks = [self._loop.create_task(self._measure_lag())]
+        self._subscriptions.listening.add_done_callback(self._on_listener_done)
+        if self._on_ready is not None:
+            self._on_ready(self._websockets.port, 0 if self._sse is None else self._sse.port)
+        return await super().run()
+
+    async def close(self) -> None:
+        """End transports and the Dynamoth client."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._websockets is not None:
+            await self._websockets.close()
+        if self._sse is not None:
+            await self._sse.close()
+        await self._subscriptions.close()
+        await self._client.aclose()
+
+    # The daemon.
+
+    def registry(self) -> CollectorRegistry:
+        """Return the metrics of the broker."""
+        return make_registry(self._machine, lambda: self._lag_s)
+
+    def plan_version(self) -> int | None:
+        """Return None: the client follows the plan, not the broker."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return where users connect."""
+        assert self._websockets is not None
+        return {"port": self._websockets.port, "sse_port": 0 if self._sse is None else self._sse.port}
+
+    def why_not_ready(self) -> str | None:
+        """Return why this broker should get no new users now."""
+        if self._machine.is_draining:
+            return "the broker is being drained"
+        if self._subscriptions.fault is not None:
+            return f"the cluster cannot be reached: {self._subscriptions.fault}"
+        faults = [f"log server {id_}: {fault}" for id_, fault in self._machine.logs.faults.items()]
+        if self._tokens.fault:
+            faults.append(self._tokens.fault)
+        return "\n".join(faults) or None
+
+    def shut_down(self) -> None:
+        """Move users to the alternates, then end."""
+        self._tasks.append(self._loop.create_task(self._drain_and_end()))
+
+    async def _drain_and_end(self) -> None:
+        config = self._config
+        if config.options.alternates and config.drain_s and self._machine.sessions:
+            self._log.write(logging.INFO, "moving users to the alternates", sessions=len(self._machine.sessions))
+            self._driver.handle(Drain(config.evict_per_s))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(config.drain_s):
+                    await self._is_empty.wait()
+        self._driver.handle(Stop())
+        self.end()
+
+    async def _measure_lag(self) -> None:
+        while True:
+            due = self._loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._lag_s = max(0.0, self._loop.time() - due)
+
+    def _on_listener_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.write(logging.CRITICAL, "the broker ends because of a bug: please report this", exception=error)
+            self.end(EXIT_FAILED)
+
+    def _report_cluster(self, fault: str | None) -> None:
+        if fault is None:
+            self._log.write(logging.INFO, "the cluster can be reached", limited=True)
+        else:
+            self._log.write(logging.WARNING, "trouble with the cluster; trying again", fault)
+
+    # Actions of the machine.
+
+    def execute(self, action: BrokerAction) -> None:
+        """Execute an action of the machine."""
+        match action:
+            case Broadcast(connections, frame):
+                self._broadcast(cast("Sequence[UserConnection]", connections), frame)
+            case Transmit(connection, frame):
+                self._send(cast(UserConnection, connection), frame)
+            case CloseConnection(connection, code, reason):
+                cast(UserConnection, connection).close(code, reason)
+            case SubscribeChannel(channel):
+                self._subscriptions.subscribe(channel)
+            case UnsubscribeChannel(channel):
+                self._subscriptions.unsubscribe(channel)
+            case RaiseBarrier(channel):
+                self._subscriptions.raise_barrier(channel)
+            case PublishMessage(channel, payload, token):
+                self._subscriptions.publish(channel, payload, token)
+            case LogLinkChanged(server, None):
+                self._log.write(logging.INFO, "connected to a log server", server=server, limited=True)
+            case LogLinkChanged(server, reason):
+                self._log.write(logging.WARNING, "no connection to a log server; trying again", reason, server=server)
+            case _:
+                assert_never(cast("Any", action))
+
+    def _broadcast(self, connections: Sequence[UserConnection], frame: Frame) -> None:
+        """Send a frame to all, as the same bytes."""
+        prepared = _prepared(frame)
+        self._machine.counters["deliveries"] += len(connections)
+        if self._has_streams:
+            for connection in connections:
+                _note_position(connection, frame)
+                connection.send(prepared)
+        else:
+            for connection in connections:
+                connection.send(prepared)
+
+    def _send(self, connection: UserConnection, frame: Frame) -> None:
+        if self._has_streams:
+            _note_position(connection, frame)
+        connection.send(_prepared(frame))
+
+    def _event_id(self, connection: UserConnection) -> str | None:
+        """Return the id of an event: all positions, so that a browser that reconnects goes on from there."""
+        user: _User = connection.user
+        if not user.positions:
+            return None
+        return urlsafe_b64encode(json.dumps(user.positions, separators=(",", ":")).encode()).decode()
+
+    # Users. The transports call these.
+
+    def opened(self, conn: UserConnection) -> None:
+        """Wait for the user's ``connect``."""
+        timeout = self._loop.call_later(CONNECT_TIMEOUT_S, conn.close, PROTOCOL_ERROR, "no connect frame came")
+        conn.user = _User(timeout=timeout)
+
+    def received(self, conn: UserConnection, frame: dict[str, Any]) -> None:
+        """Handle a frame of a user."""
+        self._machine.counters["frames_received"] += 1
+        try:
+            read = read_user_frame(frame)
+        except MalformedMessage as error:
+            self.malformed(conn, str(error))
+            return
+        user: _User = conn.user
+        if isinstance(read, Connect):
+            if user.is_opened:
+                self.malformed(conn, "connect is the first frame, and comes once")
+            else:
+                self._connect(conn, user, read)
+        elif not user.is_opened:
+            self.malformed(conn, "the first frame is connect")
+        elif isinstance(read, Refresh):
+            self._refresh(conn, read)
+        else:
+            self._driver.handle(Received(conn, cast(UserFrame, read)))
+
+    def malformed(self, conn: UserConnection, reason: str) -> None:
+        """Close the connection of a user who sends what cannot be read."""
+        self._machine.counters["malformed_frames"] += 1
+        self._refuse(conn, Error("bad_frame", reason[:200]), PROTOCOL_ERROR)
+
+    def overflowed(self, conn: UserConnection) -> None:
+        """Let a user fall behind."""
+        self._driver.handle(Overflowed(conn))
+
+    def writable(self, conn: UserConnection) -> None:
+        """Let a user catch up."""
+        self._driver.handle(Writable(conn))
+
+    def closed(self, conn: UserConnection) -> None:
+        """Forget a user."""
+        user: _User = conn.user
+        if user.timeout is not None:
+            user.timeout.cancel()
+        if user.is_opened:
+            self._driver.handle(Closed(conn))
+            if not self._machine.sessions:
+                self._is_empty.set()
+
+    def _connect(self, conn: UserConnection, user: _User, connect: Connect) -> None:
+        if user.timeout is not None:
+            user.timeout.cancel()
+            user.timeout = None
+        try:
+            grant = self._tokens.grant(connect.token)
+        except (TokenRefused, TokenExpired) as error:
+            self._machine.counters[f"refused_{error.code}"] += 1
+            code = TOKEN_EXPIRED if isinstance(error, TokenExpired) else TOKEN_REFUSED
+            self._refuse(conn, Error(error.code, str(error)), code)
+            return
+        if conn.is_stream:
+            self._has_streams = True
+            user.positions = {}
+            connect = _resumed(connect, conn.last_event_id)
+        user.is_opened = True
+        self._is_empty.clear()
+        self._driver.handle(Opened(conn, connect, grant))
+
+    def _refresh(self, conn: UserConnection, frame: Refresh) -> None:
+        try:
+            grant = self._tokens.grant(frame.token)
+        except (TokenRefused, TokenExpired) as error:
+            self._machine.counters[f"refused_{error.code}"] += 1
+            conn.send(_prepared(Error(error.code, str(error))))  # the former token is valid until it expires
+            return
+        self._driver.handle(Refreshed(conn, grant))
+
+    @staticmethod
+    def _refuse(conn: UserConnection, error: Error, code: int) -> None:
+        conn.send(_prepared(error))
+        conn.close(code, error.code)
+
+
+def _prepared(frame: Frame) -> Prepared:
+    if isinstance(frame, Data):
+        wire: dict[str, Any] = {"type": "data", "s": frame.s}
+        if frame.o is not None:
+            wire["o"] = frame.o
+        elif frame.p is not None:
+            wire["p"] = [f"{frame.p[0]:016x}", frame.p[1]]
+        return prepare(wire, frame.payload)
+    return prepare(to_wire(frame))
+
+
+def _note_position(connection: UserConnection, frame: Frame) -> None:
+    """Note where a stream is once this frame has been sent."""
+    user: _User | None = connection.user
+    if user is None or user.positions is None:
+        return
+    match frame:
+        case Data(s, _, int(offset)) if s in user.positions:
+            user.positions[s] = (user.positions[s][0], offset)
+        case Subscribed(_, s, Position(epoch, offset)) | Gap(s, position=Position(epoch, offset)):
+            user.positions[s] = (f"{epoch:016x}", offset)
+        case _:
+            pass
+
+
+def _resumed(connect: Connect, event_id: str | None) -> Connect:
+    """Return a ``connect`` that begins where the last event of a stream was; as it is if that cannot be read."""
+    if not event_id or len(event_id) > EVENT_ID_CHARACTERS_MAX:
+        return connect
+    try:
+        positions = json.loads(urlsafe_b64decode(event_id))
+        known = {str(s): Position(int(epoch, 16), int(offset)) for s, (epoch, offset) in positions.items()}
+    except (binascii.Error, ValueError, TypeError, AttributeError):
+        return connect
+    subs = tuple(replace(each, since=known.get(each.interest.id, each.since)) for each in connect.subs)
+    return replace(connect, subs=subs)

@@ -1,0 +1,194 @@
+"""Checks the tokens of users: JSON Web Tokens (RFC 7519), signed with a key that the operator's key set has.
+
+The algorithm is that of the key, never that of the token. The key set (RFC 7517) is a file; it is read again when it
+has changed, so keys are rotated by writing another file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jwt
+
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth_broker.events import Grant
+
+LEEWAY_S = 10.0
+"""Clocks of issuers and brokers may differ by this much."""
+
+ALGORITHMS = frozenset(
+    (
+        "HS256",
+        "HS384",
+        "HS512",
+        "RS256",
+        "RS384",
+        "RS512",
+        "PS256",
+        "PS384",
+        "PS512",
+        "ES256",
+        "ES384",
+        "ES512",
+        "EdDSA",
+    )
+)
+
+SECRET_BYTES_MIN = 32
+"""A shorter shared secret can be guessed."""
+
+KEY_FILE_BYTES_MAX = 1_000_000
+PATTERNS_MAX = 1000
+LOOK_S = 1.0
+"""The file is looked at this often, at most, and only when a token comes."""
+
+SUBJECT = "$sub"
+"""As the value of a parameter in a token: the user's own name."""
+
+
+class TokenRefused(DynamothError):
+    """Raised when a token is not valid: its signature, its form or its rights."""
+
+    code = "token_refused"
+
+
+class TokenExpired(DynamothError):
+    """Raised when a token was valid, and is over."""
+
+    code = "token_expired"
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A key and the one algorithm that it is for."""
+
+    key: Any
+    algorithm: str
+
+
+class Tokens:
+    """Turns tokens into grants.
+
+    Args:
+        keys_file: the key set; empty for none: then no token is accepted.
+        anonymous: whether users without a token are let in.
+        now: the time of the machine, in which grants expire.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no key set that can be used.
+
+    """
+
+    def __init__(self, keys_file: str, *, anonymous: bool, now: Callable[[], float]) -> None:
+        self._file = Path(keys_file) if keys_file else None
+        self._anonymous = anonymous
+        self._now = now
+        self._keys: dict[str, _Key] = {}
+        self._stamp: tuple[int, int, int] | None = None
+        self._looked_at = 0.0
+        #: Why the present file cannot be used, though an earlier one could; empty while it can.
+        self.fault = ""
+        if self._file is not None:
+            self._keys = self._read()
+
+    def grant(self, token: str | None) -> Grant:
+        """Return the rights that a token gives. Raises TokenRefused or TokenExpired."""
+        if token is None:
+            if self._anonymous:
+                return Grant()
+            raise TokenRefused("a token is needed: connect with one")
+        self._look_again()
+        try:
+            header = jwt.get_unverified_header(token)
+            key = self._keys.get(str(header.get("kid", "")))
+            if key is None:
+                raise TokenRefused("the token is signed with a key that is not known (kid)")
+            claims = jwt.decode(
+                token,
+                key=key.key,
+                algorithms=[key.algorithm],
+                leeway=LEEWAY_S,
+                options={"require": ["exp", "sub"], "verify_aud": False},
+            )
+        except jwt.ExpiredSignatureError as error:
+            raise TokenExpired("the token has expired: connect with a new one") from error
+        except (jwt.PyJWTError, ValueError, TypeError) as error:
+            raise TokenRefused(f"the token is not valid: {type(error).__name__}") from error
+        return self._grant_of(claims)
+
+    def _grant_of(self, claims: Mapping[str, Any]) -> Grant:
+        user = claims["sub"]
+        expires_at = self._now() + float(claims["exp"]) + LEEWAY_S - time.time()
+        bound: dict[str, dict[str, str]] = {}
+        params = claims.get("params", {})
+        if not isinstance(params, dict):
+            raise TokenRefused("the claim 'params' maps queries to parameters")
+        for query, values in cast("dict[str, Any]", params).items():
+            if not isinstance(values, dict):
+                raise TokenRefused("the claim 'params' maps queries to parameters")
+            named = cast("dict[str, Any]", values)
+            bound[query] = {name: user if value == SUBJECT else value for name, value in named.items()}
+        patterns = {name: _patterns(claims, name) for name in ("channels", "queries", "publish")}
+        return Grant(user, patterns["channels"], patterns["queries"], patterns["publish"], bound, expires_at)
+
+    # The key set.
+
+    def _look_again(self) -> None:
+        """Read the file again if it has changed; keep the present keys if it cannot be used."""
+        now = self._now()
+        if self._file is None or now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        try:
+            if self._stamp_of(self._file) != self._stamp:
+                self._keys = self._read()
+            self.fault = ""
+        except (ConfigError, OSError) as error:
+            self.fault = str(error)
+
+    @staticmethod
+    def _stamp_of(file: Path) -> tuple[int, int, int]:
+        status = os.stat(file)
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _read(self) -> dict[str, _Key]:
+        assert self._file is not None
+        try:
+            self._stamp = self._stamp_of(self._file)
+            if not self._file.is_file() or self._stamp[1] > KEY_FILE_BYTES_MAX:
+                raise ConfigError(f"broker.token_keys_file: {self._file} is not a file of at most 1 MB")
+            entries = json.loads(self._file.read_text())["keys"]
+            return dict(map(_read_key, entries))
+        except (OSError, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
+            raise ConfigError(
+                f"broker.token_keys_file: {self._file} is no JSON Web Key Set that can be used ({error}): it is"
+                ' {"keys": [{"kty": ..., "kid": ..., "alg": ...}, ...]}'
+            ) from error
+
+
+def _read_key(entry: Mapping[str, Any]) -> tuple[str, _Key]:
+    kid, algorithm = entry.get("kid"), entry.get("alg")
+    if not isinstance(kid, str) or not kid:
+        raise ValueError("a key has no kid")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"key {kid!r}: alg is none of {', '.join(sorted(ALGORITHMS))}")
+    made = jwt.PyJWK(dict(entry), algorithm=str(algorithm))
+    if isinstance(made.key, bytes) and len(made.key) < SECRET_BYTES_MIN:
+        raise ValueError(f"key {kid!r} has fewer than {SECRET_BYTES_MIN} bytes")
+    return kid, _Key(made.key, str(algorithm))
+
+
+def _patterns(claims: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    patterns = claims.get(name, [])
+    if not isinstance(patterns, list) or len(patterns) > PATTERNS_MAX:  # pyright: ignore[reportUnknownArgumentType]
+        raise TokenRefused(f"the claim {name!r} is a list of at most {PATTERNS_MAX} patterns")
+    found: list[Any] = [*patterns]
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise TokenRefused(f"the claim {name!r} is a list of patterns")
+    return tuple(found)

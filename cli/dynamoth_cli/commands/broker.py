@@ -1,0 +1,116 @@
+"""``dynamoth broker``: an edge broker, which serves end users."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from dynamoth.edge.log import LogOptions
+from dynamoth.errors import ConfigError
+from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
+from dynamoth.settings.declare import values_of
+from dynamoth.settings.load import LoadedConfig
+from dynamoth.settings.sections import BrokerSettings, SessionSettings
+from dynamoth_broker.events import BrokerOptions
+from dynamoth_broker.process.runtime import BrokerConfig
+from dynamoth_broker.process.runtime import run as run_broker
+from dynamoth_cli.settings import add_settings, cluster_servers, link_options, run_daemon
+from dynamoth_client.asyncio import Redis
+from dynamoth_link.options import LinkOptions
+from dynamoth_link.urls import ClusterAddress, InvalidUrl, ServerAddress, parse_server_url
+
+CLIENT_NAME = "dynamoth-broker"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_settings(parser, "broker", ("cluster", "link", "broker", "log"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run until SIGINT or SIGTERM."""
+    return run_daemon(arguments, broker_config, run_broker)
+
+
+def broker_config(loaded: LoadedConfig) -> BrokerConfig:
+    """Return the configuration of a broker. Raises ConfigError."""
+    broker = loaded.config.broker
+    if not SERVER_ID.fullmatch(broker.id):
+        raise ConfigError(f"broker.id: give each broker another name with --id: {SERVER_ID_WORDS}")
+    logs = _logs(loaded)
+    history = tuple(broker.history.split())
+    if history and not logs:
+        raise ConfigError(
+            "broker.history: channels are to be logged, and there is no log server: give broker.logs, as"
+            " 'l1=redis://10.0.0.1:6379 l2=redis://10.0.0.2:6379'"
+        )
+    link = link_options(loaded, CLIENT_NAME, tuple(logs.values()))
+    options = BrokerOptions(
+        **values_of(SessionSettings, broker),
+        id=broker.id,
+        logs={id_: address.url() for id_, address in logs.items()},
+        history=history,
+        log=LogOptions(broker.retained_min, broker.log_ttl_s, broker.log_durable),
+        alternates=_alternates(loaded),
+    )
+    servers = [parse_server_url(server.url) for server in cluster_servers(loaded)]
+    return BrokerConfig(
+        **values_of(BrokerSettings, broker),
+        options=options,
+        make_client=partial(_client, servers, link, loaded),
+        link=link,
+        tls=_tls(loaded),
+    )
+
+
+def _logs(loaded: LoadedConfig) -> dict[str, ServerAddress]:
+    logs: dict[str, ServerAddress] = {}
+    for word in loaded.config.broker.logs.split():
+        id_, _, url = word.partition("=")
+        if not SERVER_ID.fullmatch(id_) or id_ in logs:
+            raise loaded.fault("broker.logs", word, f"ID=URL, each ID once and {SERVER_ID_WORDS},")
+        try:
+            logs[id_] = parse_server_url(url)
+        except InvalidUrl as error:
+            raise ConfigError(f"broker.logs: {error} (from {loaded.places['broker.logs']})") from error
+    return logs
+
+
+def _alternates(loaded: LoadedConfig) -> tuple[str, ...]:
+    urls = tuple(loaded.config.broker.alternates.split())
+    for url in urls:
+        if urlsplit(url).scheme not in ("ws", "wss") or not urlsplit(url).hostname:
+            raise loaded.fault("broker.alternates", url, "URLs of brokers (wss://HOST/connect)")
+    return urls
+
+
+def _tls(loaded: LoadedConfig) -> ssl.SSLContext | None:
+    broker = loaded.config.broker
+    if not broker.tls_cert_file:
+        return None
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(broker.tls_cert_file, broker.tls_key_file or None)
+    except OSError as error:
+        raise ConfigError(f"broker.tls_*: the TLS files cannot be used: {error}: check certificate and key") from error
+    return context
+
+
+def _client(servers: Sequence[ServerAddress], link: LinkOptions, loaded: LoadedConfig) -> Redis:
+    """Return the broker's client of the cluster."""
+    logged_in = tuple(server.with_credentials(link.username, link.password) for server in servers)
+    tls: dict[str, Any] = {}
+    settings = loaded.config.link
+    if logged_in[0].tls:
+        tls = {
+            "ssl_ca_certs": settings.tls_ca_file or None,
+            "ssl_certfile": settings.tls_cert_file or None,
+            "ssl_keyfile": settings.tls_key_file or None,
+            "ssl_cert_reqs": "required" if settings.tls_verify else "none",
+        }
+    client: Redis = Redis.from_url(ClusterAddress(logged_in).url(), client_name=CLIENT_NAME, **tls)
+    return client
