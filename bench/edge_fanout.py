@@ -13,9 +13,8 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass
 
-from dynamoth_broker.process.transport import prepare
-
 from bench.edge_processes import FRAME, SYSTEMS, ServerProcess, System, UsersProcess, allow_files, wait_for
+from dynamoth_broker.process.transport import prepare
 
 REPETITIONS = 5
 

@@ -353,8 +353,10 @@ class BrokerSettings(SessionSettings, HttpSettings):
     unsent_bytes_max: int = setting(
         1_048_576, "with more bytes that wait for one user, that user falls behind", unit="bytes", minimum=65_536
     )
-    accepts_per_s: float = setting(1000.0, "connections that are accepted per second; others wait", unit="1/s", above=0)
-    evict_per_s: float = setting(500.0, "users that are asked to move per second, of a broker that ends", above=0)
+    accepts_per_s_max: float = setting(
+        1000.0, "connections that are accepted per second; others wait", unit="1/s", above=0
+    )
+    evict_per_s_max: float = setting(500.0, "users asked to move per second by a broker that ends", unit="1/s", above=0)
     drain_s: float = setting(
         30.0,
         "at SIGTERM, users are moved to alternates for this time at most, before the others are closed",

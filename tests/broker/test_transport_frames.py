@@ -6,6 +6,10 @@ from typing import Any
 
 import msgpack
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.errors import MalformedMessage
 from dynamoth_broker.process.frames import (
     DEPTH_MAX,
     encode_json,
@@ -15,10 +19,6 @@ from dynamoth_broker.process.frames import (
     payload_of,
 )
 from dynamoth_broker.process.transport import prepare
-from hypothesis import given
-from hypothesis import strategies as st
-
-from dynamoth.errors import MalformedMessage
 
 
 def nested(levels: int) -> Any:

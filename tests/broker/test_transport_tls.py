@@ -5,8 +5,8 @@ import ssl
 from dataclasses import replace
 
 import pytest
-from dynamoth_broker.process.transport import prepare
 
+from dynamoth_broker.process.transport import prepare
 from tests.broker.transport_users import (
     CLOSE,
     OPTIONS,

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import msgpack
 import pytest
+
+from dynamoth.errors import ConfigError
 from dynamoth_broker.process import websocket
 from dynamoth_broker.process.accept import KEEPALIVE_S, UNSENT_KERNEL_BYTES, USER_TIMEOUT_S
 from dynamoth_broker.process.frames import Frame
@@ -26,8 +28,6 @@ from dynamoth_broker.process.websocket import (
     WebSocketConnection,
     WebSocketServer,
 )
-
-from dynamoth.errors import ConfigError
 from tests.broker.transport_users import (
     BINARY,
     CLOSE,

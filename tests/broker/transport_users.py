@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from dynamoth_broker.process.frames import Frame
 from dynamoth_broker.process.transport import TransportOptions, UserConnection
 from dynamoth_broker.process.websocket import WebSocketServer
-
 from dynamoth_daemon import event_loop
 
 PATIENCE_S = 10.0

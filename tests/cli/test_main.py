@@ -41,6 +41,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 NO_STATE = {
     "agent": "a daemon: its log is JSON",
     "balancer": "a daemon: its log is JSON",
+    "broker": "a daemon: its log is JSON",
     "record": "a daemon: it writes Parquet files",
     "acl": "it prints what Redis is configured with",
     "report": "it writes tables, as Parquet files",

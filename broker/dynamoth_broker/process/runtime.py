@@ -149,7 +149,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self._transport = TransportOptions(
             origins=frozenset(config.origins.split()),
             unsent_bytes_max=config.unsent_bytes_max,
-            accepts_per_s=config.accepts_per_s,
+            accepts_per_s=config.accepts_per_s_max,
         )
         self._websockets: WebSocketServer | None = None
         self._sse: SseServer | None = None
@@ -220,7 +220,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         config = self._config
         if config.options.alternates and config.drain_s and self._machine.sessions:
             self._log.write(logging.INFO, "moving users to the alternates", sessions=len(self._machine.sessions))
-            self._driver.handle(Drain(config.evict_per_s))
+            self._driver.handle(Drain(config.evict_per_s_max))
             with suppress(TimeoutError):
                 async with asyncio.timeout(config.drain_s):
                     await self._is_empty.wait()

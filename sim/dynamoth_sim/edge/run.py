@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dynamoth.edge.interests import Interest
@@ -12,7 +12,7 @@ from dynamoth_broker.events import Drain, EndDrain
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, Setting, short_options
 from dynamoth_sim.edge.users import UserApp
-from dynamoth_sim.edge.world import EdgeOptions, EdgeWorld
+from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, SHORT_USER_OPTIONS, EdgeOptions, EdgeWorld
 from dynamoth_sim.load.clients import Client
 from dynamoth_sim.world.world import World
 from dynamoth_user.machine.events import AddSubscription
@@ -50,11 +50,16 @@ class EdgeProfile(Setting):
 PLANNED = ("move user", "move user", "move users", "join", "leave", "drain broker")
 CRASHES = ("crash broker", "crash user", "cut user", "cut log", "freeze user")
 
+PATIENT = EdgeOptions(
+    broker=replace(SHORT_BROKER_OPTIONS, pong_timeout_s=5.0), user=replace(SHORT_USER_OPTIONS, silence_s=5.0)
+)
+"""Nobody takes an end that was paused, perhaps several times in a row, for dead."""
+
 EDGE_PROFILES = {
     profile.name: profile
     for profile in (
         EdgeProfile(name="edge-calm", moves_channels=False),
-        EdgeProfile(name="edge-moves", faults=(*PLANNED, "pause broker", "pause user")),
+        EdgeProfile(name="edge-moves", faults=(*PLANNED, "pause broker", "pause user"), edge=PATIENT),
         EdgeProfile(
             name="edge-slow",
             faults=(*PLANNED, "slow user", "slow user"),
