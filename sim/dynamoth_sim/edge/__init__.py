@@ -1,0 +1,1 @@
+"""What simulations of edge brokers need besides the production code."""
