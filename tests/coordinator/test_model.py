@@ -25,9 +25,7 @@ operations = st.lists(
 
 
 def figures(model: LoadModel) -> dict[str, tuple[float, float, int, dict[str, int]]]:
-    return {
-        broker.id: (broker.load, broker.inbound, broker.users, broker.counts) for broker in model.brokers.values()
-    }
+    return {broker.id: (broker.load, broker.inbound, broker.users, broker.counts) for broker in model.brokers.values()}
 
 
 @given(operations, st.integers(0, 5))

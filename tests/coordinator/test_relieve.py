@@ -120,7 +120,8 @@ def test_small_alpha_is_as_good_as_the_published_shuffle_at_a_fifth_of_its_moves
 def test_similarity_lowers_loads_that_load_alone_does_not() -> None:
     limits = ReliefLimits(cov_max=0.15, ratio_mean_min=0.0, moves_max=UNBOUNDED, moves_in_max=UNBOUNDED)
     of_load, of_similarity = (
-        relieve(paper(1, users=3000, regional=True), scheme, limits).after for scheme in (Scheme.LOAD, Scheme.SIMILARITY)
+        relieve(paper(1, users=3000, regional=True), scheme, limits).after
+        for scheme in (Scheme.LOAD, Scheme.SIMILARITY)
     )
     assert of_similarity.redis_egress < of_load.redis_egress
     assert of_similarity.ratio_max < of_load.ratio_max

@@ -227,7 +227,8 @@ class TwoChoicesPlacement(_Reserving):
 class SimilarPlacement(_Reserving):
     """For users with a stored session: the broker whose load rises least, among those near the least load ratio.
 
-    A broker is near if its ratio is at most ``slack_ratio`` above the least (as a part of it). A newcomer of whom no
+    A broker is near if, with the newcomer, it is loaded at most ``slack_ratio`` above what the newcomer would bring the
+    least loaded one to. A newcomer of whom no
     interest is known goes to the least loaded one.
     """
 
@@ -243,9 +244,10 @@ class SimilarPlacement(_Reserving):
         ratios = self._ratios(model, brokers)
         ratio_max = min(ratios.values()) * (1 + self._slack_ratio)
         own = 2 * model.own_load(newcomer.interests) + model.connection_bytes_per_s
-        near = [broker for broker in brokers if ratios[broker.id] <= ratio_max + own / broker.capacity]
-
-        def rank(broker: BrokerLoad) -> tuple[float, float, str]:
-            return model.delta_add(newcomer.interests, broker.id), ratios[broker.id], broker.id
-
-        return self._reserve(min(near, key=rank).id, now)
+        increase = {broker.id: model.delta_add(newcomer.interests, broker.id) for broker in brokers}
+        near = [
+            broker
+            for broker in brokers
+            if ratios[broker.id] - ratio_max <= (own * (1 + 1e-9) - increase[broker.id]) / broker.capacity
+        ]
+        return self._reserve(min(near, key=lambda each: (increase[each.id], ratios[each.id], each.id)).id, now)

@@ -28,7 +28,8 @@ from dynamoth_broker.coordinator.plan import Change, Move, Outcome, Plan, Worth
 class ShuffleSettings:
     """How users are grouped, and how fast they move."""
 
-    #: A user may go to brokers with a load ratio up to this part above the least. 0: to the least loaded ones only.
+    #: A user may go to a broker that is then loaded up to this part above what it would bring the least loaded one to.
+    #: 0: not above.
     slack_ratio: float = 0.05
     #: A user stays unless another broker's load rises less by this part of the user's own load. 0: moves are free.
     stay_ratio: float = 0.05
@@ -82,13 +83,15 @@ def _best(trial: LoadModel, brokers: list[BrokerLoad], user: User, settings: Shu
     admitting = [broker for broker in brokers if broker.standing is Standing.OPEN or broker.id == user.broker]
     own = trial.own_load(user.interests)
     ratio_max = min(broker.ratio for broker in admitting) * (1 + settings.slack_ratio)
-    allowance = 2 * own + trial.connection_bytes_per_s  # by which a broker without similar users rises: a fair step
+    # A broker that holds none of the interests rises by this, so that the least loaded one is always near enough.
+    increase_max = (2 * own + trial.connection_bytes_per_s) * (1 + 1e-9)
     best: tuple[float, float, str] | None = None
     for broker in admitting:
-        if broker.load > ratio_max * broker.capacity + allowance:
+        increase = trial.delta_add(user.interests, broker.id)
+        if broker.load + increase > ratio_max * broker.capacity + increase_max:
             continue
         cost = 0.0 if broker.id == user.broker else settings.stay_ratio * own
-        rank = trial.delta_add(user.interests, broker.id) + cost, broker.ratio, broker.id
+        rank = increase + cost, broker.ratio, broker.id
         best = rank if best is None or rank < best else best
     assert best is not None, "the least loaded broker is always within its own slack"
     return best[2]
