@@ -179,6 +179,10 @@ class LoadModel:
                 broker.load += change * (1 + count)
                 broker.inbound += change
 
+    def set_rates(self, rates: dict[str, float]) -> None:
+        """Set every lambda_k at once, without a change to any load: for totals that contain them. Keeps the dict."""
+        self._rates, self._rates_are_shared = rates, False
+
     # Users.
 
     def attach(self, user: str, broker: str, interests: Iterable[str]) -> None:
