@@ -1,0 +1,1 @@
+"""The coordinator of edge brokers decides which broker serves which user: placement, relief and shuffles (BAD)."""
