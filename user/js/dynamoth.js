@@ -766,7 +766,15 @@ export class SessionMachine {
         connection.next_ref += 1;
         let link = connection.links.get(subscription.id);
         if (!link) {
-            link = { s: null, live: false, epoch: null, acked: -1, held: [], held_lost: 0, hole_at: null };
+            link = {
+                s: null, live: false, epoch: null, acked: -1,
+                /** Live, on the new connection: what waits for `bye`, and how many did not fit. */
+                held: [], held_lost: 0,
+                /** Logged: where a hole was read again last. */
+                hole_at: null,
+                /** Logged: the broker has less than the client asked for; its next gap moves `received` back. */
+                went_back: false,
+            };
             connection.links.set(subscription.id, link);
         }
         const since = copied(subscription.received) ?? "new";
@@ -839,6 +847,7 @@ export class SessionMachine {
             subscription.missed = false;
         }
         subscription.live = false;
+        link.went_back = frame.epoch === link.since.epoch && frame.offset < link.since.offset;
         if (subscription.position?.epoch === frame.epoch) link.acked = subscription.position.offset;
     }
 
@@ -878,12 +887,28 @@ export class SessionMachine {
     #onLoggedData(connection, link, subscription, item, offset) {
         const received = subscription.received;
         if (link.epoch !== received.epoch) {
-            if (!subscription.former_epochs.includes(link.epoch)) this.#onHole(connection, link, subscription);
+            if (!this.#isFormer(subscription, link.epoch)) this.#onHole(connection, link, subscription);
         } else if (offset > received.offset + 1) {
             this.#onHole(connection, link, subscription);
         } else if (offset === received.offset + 1 && !this.#pauseIfFull(subscription)) {
             subscription.received = { epoch: received.epoch, offset };
             this.#enqueue(subscription, { ...item, ...subscription.received });
+        }
+    }
+
+    /** Whether an epoch is over: with two connections, the slower one can still speak of it. */
+    #isFormer(subscription, epoch) {
+        return this.move !== null && subscription.former_epochs.includes(epoch);
+    }
+
+    /** After a migration: the one connection that is left says which epoch is the present one. */
+    #agreeOnEpochs(connection) {
+        for (const [sub, link] of connection.links) {
+            const subscription = this.subscriptions.get(sub);
+            const is_confirmed = link.epoch !== null && subscription.received !== null;
+            if (is_confirmed && link.epoch !== subscription.received.epoch) {
+                this.#onHole(connection, link, subscription);
+            }
         }
     }
 
@@ -921,12 +946,12 @@ export class SessionMachine {
         }
         link.epoch = item.epoch;
         const { received, former_epochs } = subscription;
-        if (former_epochs.includes(item.epoch)) return;
+        if (this.#isFormer(subscription, item.epoch)) return;
         if (item.epoch === received.epoch) {
-            // The log has less than the client asked for: it went back. Otherwise what was received before is a copy.
-            const went_back = link.since.epoch === item.epoch && item.offset < link.since.offset;
-            if (!went_back && item.offset <= received.offset) return;
-            if (!went_back && item.from !== undefined) item.from = received.offset + 1;
+            // Otherwise a gap about what was received before is a copy.
+            if (!link.went_back && item.offset <= received.offset) return;
+            if (!link.went_back && item.from !== undefined) item.from = received.offset + 1;
+            link.went_back = false;
         }
         if (this.#pauseIfFull(subscription)) return;
         if (item.epoch !== received.epoch) {
@@ -1153,6 +1178,7 @@ export class SessionMachine {
         } else {
             this.#clearMoveTimers();
             this.move = null;
+            this.#agreeOnEpochs(this.connections.get(this.current));
             this.#sendUnsent();
         }
     }
@@ -1166,6 +1192,7 @@ export class SessionMachine {
         const connection = this.connections.get(conn);
         this.#act("close", { conn, code: CLOSE_NORMAL, reason });
         this.#forget(connection);
+        this.#agreeOnEpochs(this.connections.get(this.current));
     }
 
     #clearMoveTimers() {
@@ -1203,6 +1230,7 @@ export class SessionMachine {
     }
 
     #onMoved(from, to) {
+        this.#agreeOnEpochs(to);
         this.alternates = to.alternates;
         this.#onMainConnected();
         this.#act("moved", { from: from.broker, to: to.broker });
@@ -1335,7 +1363,8 @@ export class Dynamoth extends EventTarget {
      * @param {() => Promise<string>} [options.getToken] called for the first connection, before a token expires, and
      *     after it has; without it the client connects without a token
      * @param {{load: () => any, save: (state: StoredSession) => any} | null} [options.storage] `load` returns what was
-     *     saved last (or a promise of it), or null. By default localStorage, key `dynamoth:SESSION`; null stores nothing
+     *     saved last (or a promise of it), or null. By default localStorage, key `dynamoth:SESSION`; with null as
+     *     storage nothing is stored
      * @param {() => number} [options.random] like Math.random
      * @param {number} [options.queueMax] publications that may wait for one handler, at least 1
      * @param {typeof WebSocket} [options.WebSocket] another implementation

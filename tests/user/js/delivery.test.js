@@ -100,7 +100,11 @@ test("a gap to another epoch begins at its offset", () => {
 });
 
 test("a log that went back within its epoch is followed", () => {
-    const driver = logged({ positions: { "channel\nnews\n{}": { epoch: EPOCH, offset: 50 } } });
+    const driver = new Driver({ positions: { "channel\nnews\n{}": { epoch: EPOCH, offset: 50 } } });
+    driver.do("start");
+    driver.subscribe(1, "news");
+    driver.open(1);
+    driver.confirmLogged(1, 1, 10, { recovered: false });
     driver.gap(1, { epoch: EPOCH, offset: 10 });
     driver.data(1, 11);
     assert.deepEqual(driver.seen(), ["gap:trimmed", 11]);
