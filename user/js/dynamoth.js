@@ -533,6 +533,8 @@ export class SessionMachine {
             /** `opening` (the WebSocket), `connecting` (`connect` was sent), `connected`. */
             phase: "opening", broker: null, alternates: [], ping_s: 0, ack_s: 0, heard_at: this.now, connected_at: null,
             next_ref: 1,
+            /** How many times `leave` was sent and not answered by `bye`. */
+            leaves: 0,
             /** What each ref without an answer asked for. */
             refs: new Map(),
             links: new Map(),
@@ -1178,8 +1180,7 @@ export class SessionMachine {
         } else {
             this.#clearMoveTimers();
             this.move = null;
-            this.#agreeOnEpochs(this.connections.get(this.current));
-            this.#sendUnsent();
+            this.#stay();
         }
     }
 
@@ -1192,7 +1193,16 @@ export class SessionMachine {
         const connection = this.connections.get(conn);
         this.#act("close", { conn, code: CLOSE_NORMAL, reason });
         this.#forget(connection);
-        this.#agreeOnEpochs(this.connections.get(this.current));
+        this.#stay();
+    }
+
+    /** A migration has failed: the old connection is the only one again. */
+    #stay() {
+        const connection = this.connections.get(this.current);
+        this.#agreeOnEpochs(connection);
+        // After `leave` the old broker got no subscriptions.
+        for (const subscription of this.subscriptions.values()) this.#subscribeOn(connection, subscription);
+        this.#sendUnsent();
     }
 
     #clearMoveTimers() {
@@ -1202,7 +1212,9 @@ export class SessionMachine {
     #onMovedIn(connection) {
         if (this.move?.conn !== connection.id || this.move.left) return;
         this.#clearTimer("move_deadline");
-        this.#send(this.connections.get(this.current), { type: "leave" });
+        const old = this.connections.get(this.current);
+        old.leaves += 1;
+        this.#send(old, { type: "leave" });
         this.move.left = true;
         this.#setTimer("bye", BYE_S_MAX);
         this.#clearTimer("ack");
@@ -1210,7 +1222,9 @@ export class SessionMachine {
     }
 
     #onBye(connection) {
-        if (!this.#isLeft(connection)) return;
+        connection.leaves -= 1;
+        // The answer to the `leave` of an earlier move, whose new connection was lost, says nothing about this one.
+        if (!this.#isLeft(connection) || connection.leaves > 0) return;
         const replacement = this.connections.get(this.move.conn);
         this.#clearMoveTimers();
         this.move = null;

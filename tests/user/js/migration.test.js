@@ -313,3 +313,26 @@ test("a queue that is full during the overlap pauses both connections", () => {
     const [asked] = only(driver.do("handled", { sub: 1 }), "send").filter(({ frame }) => frame.type === "subscribe");
     assert.deepEqual([asked.conn, asked.frame.since.offset], [2, 12]);
 });
+
+test("the bye of a move that failed is not taken for that of the next one", () => {
+    const driver = live();
+    overlap(driver);
+    driver.frame(2, "moved_in");
+    driver.close(2);
+    driver.frame(1, "move", { to: [B], within_ms: 0, deadline_ms: 9000 });
+    driver.timer("move");
+    driver.open(3);
+    driver.confirmLive(3, 1);
+    driver.frame(3, "moved_in");
+    assert.deepEqual(driver.frame(1, "bye", { p: {} }), []);
+    assert.equal(only(driver.frame(1, "bye", { p: {} }), "moved").length, 1);
+});
+
+test("a subscription that was made between leave and bye is made at the old broker when the new one is lost", () => {
+    const driver = live();
+    overlap(driver);
+    driver.frame(2, "moved_in");
+    driver.subscribe(2, "sport");
+    const [asked] = only(driver.close(2), "send");
+    assert.deepEqual([asked.conn, asked.frame.type, asked.frame.channel], [1, "subscribe", "sport"]);
+});
