@@ -829,6 +829,7 @@ export class SessionMachine {
             subscription.received = null;
             subscription.position = null;
             this.positions.delete(subscription.key);
+            this.#saveSoon();
             this.#enqueueLive(subscription, { type: "gap", reason: "not_logged" });
         } else if (subscription.missed) {
             this.#enqueueLive(subscription, { type: "gap", reason: "reconnected" });

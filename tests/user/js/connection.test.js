@@ -173,7 +173,8 @@ test("events of connections that were closed are ignored", () => {
 const BAD_FRAMES = [
     null, 7, [], {}, { type: "hello" }, { type: "constructor" }, { type: "data" }, { type: "data", s: "S1" },
     { type: "data", s: "S1", d: "a", b: "YQ==" }, { type: "data", s: "S1", d: 5, o: 11 },
-    { type: "data", s: "S1", d: "x", o: -1 }, { type: "data", s: "S1", d: "x", o: 1.5 }, { type: "data", s: "S1", d: "x" },
+    { type: "data", s: "S1", d: "x", o: -1 }, { type: "data", s: "S1", d: "x", o: 1.5 },
+    { type: "data", s: "S1", d: "x" },
     { type: "data", s: "S1", b: "%", o: 11 }, { type: "data", s: "S1", d: "x", p: ["a"], o: 11 },
     { type: "gap", s: "S1", reason: "x" }, { type: "gap", s: "S1", reason: "x", epoch: EPOCH },
     { type: "subscribed", ref: 1, s: "S1" }, { type: "move", to: "x", within_ms: 1, deadline_ms: 1 },
@@ -215,6 +216,10 @@ test("live interests get a gap when a connection was made again, in its place", 
     driver.confirmLive(3, 1);
     driver.live(3, 4);
     assert.deepEqual(driver.seen(), [1, "gap:reconnected", 4]);
+    assert.deepEqual(driver.do("unsubscribe", { sub: 1 }).length, 1);
+    driver.subscribe(2, "news");
+    driver.confirmLive(3, 2);
+    assert.deepEqual(driver.seen(2), []);
 });
 
 test("a live interest that was never confirmed gets no gap", () => {
@@ -250,6 +255,7 @@ test("the outcome of publications without an answer is unknown when the connecti
     driver.do("publish", { id: 5, channel: "news", d: "x" });
     const [failed] = only(driver.close(1), "publish_failed");
     assert.deepEqual([failed.id, failed.error.code], [5, "unknown_outcome"]);
+    for (let id = 6; id <= 1005; id += 1) assert.deepEqual(driver.do("publish", { id, channel: "news", d: "" }), []);
 });
 
 test("publications are bounded, and refused after the end", () => {
@@ -309,6 +315,26 @@ test("a token that cannot be had is asked for again", () => {
     assert.equal(only(actions, "error")[0].error.code, "token_unavailable");
     assert.equal(driver.machine.state, "waiting");
     assert.equal(only(driver.timer("reconnect"), "get_token").length, 1);
+});
+
+test("a token is asked for once at a time, and not used after its end", () => {
+    const driver = new Driver({ has_token: true });
+    driver.do("start");
+    driver.do("token", { token: "t1" });
+    driver.open(1, { expires_at: driver.now + 100 });
+    driver.timer("token");
+    driver.wait(101);
+    driver.close(1);
+    assert.deepEqual(driver.timer("reconnect").map(({ type }) => type), ["state"]);
+    assert.equal(only(driver.do("token", { token: "t2" }), "open").length, 1);
+    assert.equal(driver.open(2).token, "t2");
+});
+
+test("the end clears all timers", () => {
+    const driver = logged();
+    driver.data(1, 11);
+    const cleared = only(driver.do("close"), "clear_timer").map(({ timer }) => timer);
+    assert.deepEqual(cleared.sort(), ["ack", "save", "silence:1"]);
 });
 
 test("nothing happens after close", () => {

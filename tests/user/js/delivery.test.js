@@ -21,7 +21,7 @@ test("a hole is read again from what was received, once", () => {
     driver.data(1, 11);
     const asked = frames(driver.data(1, 13), "subscribe");
     assert.deepEqual(asked, [{ type: "subscribe", ref: 2, channel: "news", since: { epoch: EPOCH, offset: 11 } }]);
-    assert.deepEqual(frames(driver.data(1, 14), "subscribe"), []);
+    assert.deepEqual(driver.data(1, 14), []);
     driver.confirmLogged(1, 2, 11);
     for (const offset of [12, 13, 14]) driver.data(1, offset);
     assert.deepEqual(driver.seen(), [11, 12, 13, 14]);
@@ -107,6 +107,8 @@ test("a log that went back within its epoch is followed", () => {
     driver.confirmLogged(1, 1, 10, { recovered: false });
     driver.gap(1, { epoch: EPOCH, offset: 10 });
     driver.data(1, 11);
+    assert.deepEqual(driver.seen(), ["gap:trimmed", 11]);
+    driver.gap(1, { epoch: EPOCH, offset: 9 });
     assert.deepEqual(driver.seen(), ["gap:trimmed", 11]);
 });
 
@@ -221,6 +223,7 @@ test("an interest that is not logged any more", () => {
     driver.live(2, 1);
     assert.deepEqual(driver.seen(), [11, "gap:not_logged", 1]);
     assert.equal(driver.machine.position(1), null);
+    assert.deepEqual(only(driver.timer("save"), "save")[0].state.positions, {});
 });
 
 test("a subscription that is refused ends; one that may be tried later is", () => {
@@ -231,13 +234,20 @@ test("a subscription that is refused ends; one that may be tried later is", () =
     driver.open(1);
     const refused = driver.frame(1, "error", { code: "forbidden", message: "no", retry: "never", ref: 1 });
     const error = { code: "forbidden", message: "no", retry: "never" };
-    assert.deepEqual(only(refused, "subscription_failed"), [{ type: "subscription_failed", sub: 1, error, ended: true }]);
+    const [failed] = only(refused, "subscription_failed");
+    assert.deepEqual(failed, { type: "subscription_failed", sub: 1, error, ended: true });
     const later = { code: "log_unavailable", message: "", retry: "later", retry_after_ms: 2000, ref: 2 };
     assert.equal(only(driver.frame(1, "error", later), "subscription_failed")[0].ended, false);
     assert.deepEqual(driver.delay("retry:2"), [2, 2.5]);
     assert.equal(frames(driver.timer("retry:2"), "subscribe")[0].channel, "news");
     driver.frame(1, "error", { ...later, ref: 3 });
     assert.deepEqual(driver.delay("retry:2"), [2, 3]);
+    driver.timer("retry:2");
+    driver.confirmLogged(1, 4, 10);
+    driver.data(1, 12);
+    driver.frame(1, "error", { ...later, ref: 5 });
+    assert.deepEqual(driver.delay("retry:2"), [2, 2.5]);
+    assert.deepEqual(only(driver.do("unsubscribe", { sub: 2 }), "clear_timer")[0].timer, "retry:2");
 });
 
 test("queries are subscribed to with their parameters", () => {
@@ -245,4 +255,80 @@ test("queries are subscribed to with their parameters", () => {
     driver.do("start");
     driver.do("subscribe", { sub: 1, query: "near", params: { x: 1 } });
     assert.deepEqual(driver.open(1).subs, [{ ref: 1, query: "near", params: { x: 1 }, since: "new" }]);
+});
+
+test("a publication of the log that is handled when there is no log any more is no position", () => {
+    const driver = logged();
+    driver.finishes = false;
+    driver.data(1, 11);
+    driver.close(1);
+    driver.timer("reconnect");
+    driver.open(2);
+    driver.confirmLive(2, 1);
+    driver.do("handled", { sub: 1 });
+    assert.equal(driver.machine.position(1), null);
+});
+
+test("frames of an epoch that no gap has announced are read again", () => {
+    const driver = logged({ positions: { "channel\nnews\n{}": { epoch: LATER_EPOCH, offset: 50 } } });
+    const [asked] = frames(driver.data(1, 11), "subscribe");
+    assert.deepEqual(asked.since, { epoch: LATER_EPOCH, offset: 50 });
+    assert.deepEqual(driver.seen(), []);
+});
+
+test("only positions of the present epoch are acknowledged", () => {
+    const driver = logged({ positions: { "channel\nnews\n{}": { epoch: LATER_EPOCH, offset: 50 } } });
+    driver.finishes = false;
+    driver.gap(1, { epoch: EPOCH, offset: 60 });
+    driver.data(1, 61);
+    driver.subscribe(2, "sport");
+    driver.confirmLogged(1, 2, 5, { s: "S2" });
+    driver.data(1, 6, "S2");
+    assert.deepEqual(frames(driver.do("handled", { sub: 2 }), "ack"), [{ type: "ack", p: { S2: 6 } }]);
+});
+
+test("a position that the broker was asked to begin at is not acknowledged", () => {
+    const driver = logged({ positions: { "channel\nnews\n{}": { epoch: EPOCH, offset: 10 } } });
+    driver.subscribe(2, "sport");
+    driver.confirmLogged(1, 2, 5, { s: "S2" });
+    assert.deepEqual(frames(driver.data(1, 6, "S2"), "ack"), [{ type: "ack", p: { S2: 6 } }]);
+});
+
+test("asking for new publications forgets the stored position", () => {
+    const driver = new Driver({ positions: { "channel\nnews\n{}": { epoch: EPOCH, offset: 5 } } });
+    driver.subscribe(1, "news", "new");
+    assert.deepEqual(only(driver.do("flush"), "save")[0].state.positions, {});
+});
+
+test("stored positions are bounded: those that were handled longest ago go first", () => {
+    const positions = {};
+    for (let index = 0; index < 1000; index += 1) positions[`channel\n${index}\n{}`] = { epoch: EPOCH, offset: 1 };
+    const driver = new Driver({ positions });
+    driver.do("start");
+    driver.subscribe(1, "0");
+    driver.subscribe(2, "news");
+    driver.open(1);
+    driver.confirmLogged(1, 1, 1);
+    driver.data(1, 2);
+    driver.confirmLogged(1, 2, 7, { s: "S2" });
+    const [{ state }] = only(driver.timer("save"), "save");
+    assert.equal(Object.keys(state.positions).length, 1000);
+    assert.deepEqual(state.positions["channel\n0\n{}"], { epoch: EPOCH, offset: 2 });
+    assert.equal(state.positions["channel\n1\n{}"], undefined);
+});
+
+test("remembered publishers are bounded: those that have published longest ago go first", () => {
+    const driver = live({ queue_max: 5000 });
+    for (let index = 0; index < 1000; index += 1) driver.live(1, 1, `p${index}`);
+    driver.live(1, 2, "p0");
+    driver.live(1, 1, "another");
+    const { numbers } = driver.machine.subscriptions.get(1);
+    assert.deepEqual([numbers.size, numbers.get("p0"), numbers.has("p1")], [1000, 2, false]);
+});
+
+test("former epochs are bounded", () => {
+    const driver = logged();
+    for (let life = 0; life < 10; life += 1) driver.gap(1, { epoch: `epoch${life}`, offset: 0 });
+    const { former_epochs } = driver.machine.subscriptions.get(1);
+    assert.deepEqual(former_epochs, ["epoch5", "epoch6", "epoch7", "epoch8"]);
 });

@@ -139,10 +139,10 @@ export function live(options) {
 }
 
 /** Start a migration to connection 2, which is connected and has confirmed subscription 1. */
-export function overlap(driver, { recovered = true, offset } = {}) {
-    driver.frame(1, "move", { to: [C], ticket: "t", within_ms: 500, deadline_ms: 9000 });
+export function overlap(driver, { recovered = true, offset, to = [C], alternates = [] } = {}) {
+    driver.frame(1, "move", { to, ticket: "t", within_ms: 500, deadline_ms: 9000 });
     driver.timer("move");
-    const connect = driver.open(2);
+    const connect = driver.open(2, { alternates });
     const since = connect.subs[0].since;
     if (since === "new") driver.confirmLive(2, connect.subs[0].ref);
     else driver.confirmLogged(2, connect.subs[0].ref, offset ?? since.offset, { recovered });

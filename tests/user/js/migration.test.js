@@ -26,8 +26,10 @@ test("a whole migration of a logged interest: frames from both, each offset once
     driver.data(1, 12);
     assert.deepEqual(driver.seen(), [11, 12]);
     const left = driver.frame(2, "moved_in");
+    assert.deepEqual(driver.timer("move_deadline"), []);
     assert.deepEqual(left.filter(({ type }) => type === "send"), [
-        { type: "send", conn: 1, frame: { type: "leave" } }, { type: "send", conn: 2, frame: { type: "ack", p: { S1: 12 } } },
+        { type: "send", conn: 1, frame: { type: "leave" } },
+        { type: "send", conn: 2, frame: { type: "ack", p: { S1: 12 } } },
     ]);
     driver.data(1, 13);
     driver.data(2, 13);
@@ -161,9 +163,9 @@ test("the first URL of a move that answers is taken; when none does the client s
 test("a new broker that refuses, whatever its reason, is left", () => {
     for (const code of [1013, 4001, 4004, 4005, 1006]) {
         const driver = logged();
-        overlap(driver);
+        overlap(driver, { to: [C, B] });
         const actions = driver.close(2, code);
-        assert.deepEqual(only(actions, "error"), []);
+        assert.deepEqual([...only(actions, "error"), ...only(actions, "open")], []);
         driver.data(1, 11);
         assert.deepEqual([driver.seen(), driver.machine.state], [[11], "connected"]);
     }
@@ -261,7 +263,9 @@ test("the new connection is lost between leave and bye: the old one goes on", ()
 test("subscriptions during the overlap are made at both brokers, after leave at the new one", () => {
     const driver = logged();
     overlap(driver);
-    const conns = (actions, type) => only(actions, "send").filter(({ frame }) => frame.type === type).map(({ conn }) => conn);
+    const conns = (actions, type) => {
+        return only(actions, "send").filter(({ frame }) => frame.type === type).map(({ conn }) => conn);
+    };
     assert.deepEqual(conns(driver.subscribe(2, "sport"), "subscribe"), [1, 2]);
     driver.confirmLogged(2, 2, 5, { s: "S2" });
     driver.confirmLogged(1, 2, 4, { s: "S2" });
@@ -335,4 +339,40 @@ test("a subscription that was made between leave and bye is made at the old brok
     driver.subscribe(2, "sport");
     const [asked] = only(driver.close(2), "send");
     assert.deepEqual([asked.conn, asked.frame.type, asked.frame.channel], [1, "subscribe", "sport"]);
+});
+
+test("a subscription during the overlap that the new broker refuses does not end the migration", () => {
+    const driver = live();
+    overlap(driver);
+    driver.subscribe(2, "secret");
+    const actions = driver.frame(2, "error", { code: "forbidden", message: "no", retry: "never", ref: 2 });
+    assert.equal(only(actions, "subscription_failed")[0].ended, true);
+    assert.equal(only(driver.frame(2, "moved_in"), "send")[0].frame.type, "leave");
+});
+
+test("after a migration, also a failed one, the connection that is left says which epoch is present", () => {
+    const asked = (actions) => frames(actions, "subscribe").map(({ since }) => since.epoch);
+    const begin = () => {
+        const driver = logged();
+        overlap(driver);
+        driver.gap(2, { epoch: LATER_EPOCH, offset: 0 });
+        driver.gap(1, { epoch: "between", offset: 0 });
+        driver.gap(1, { epoch: LATER_EPOCH, offset: 0 });
+        assert.equal(driver.machine.position(1).epoch, "between");
+        return driver;
+    };
+    const moved = begin();
+    moved.frame(2, "moved_in");
+    assert.deepEqual(asked(moved.frame(1, "bye", { p: {} })), ["between"]);
+    const failed = begin();
+    assert.deepEqual(asked(failed.timer("move_deadline")), ["between"]);
+});
+
+test("the alternates of the new broker replace those of the old one", () => {
+    const driver = live();
+    overlap(driver, { alternates: ["ws://d/connect"] });
+    driver.frame(2, "moved_in");
+    driver.frame(1, "bye", { p: {} });
+    driver.close(2);
+    assert.equal(only(driver.timer("reconnect"), "open")[0].url, "ws://d/connect");
 });

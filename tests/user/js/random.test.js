@@ -54,13 +54,15 @@ class BrokerConnection {
         const log = this.world.log(channel);
         const begin = since === "new" ? log.count : since.offset;
         const recovered = since === "new" || (since.epoch === log.epoch && since.offset >= log.trimmed);
-        this.send("subscribed", { ref, s: channel, epoch: log.epoch, offset: recovered ? begin : log.trimmed, recovered });
-        this.cursors.set(channel, { epoch: log.epoch, offset: recovered ? begin : log.trimmed });
+        const offset = recovered ? begin : log.trimmed;
+        this.send("subscribed", { ref, s: channel, epoch: log.epoch, offset, recovered });
+        this.cursors.set(channel, { epoch: log.epoch, offset });
         if (!recovered) this.sendGap(channel, since.epoch === log.epoch ? since.offset + 1 : 1, log);
     }
 
     sendGap(channel, from, log) {
-        this.send("gap", { s: channel, reason: "trimmed", from, to: log.trimmed, epoch: log.epoch, offset: log.trimmed });
+        const { epoch, trimmed } = log;
+        this.send("gap", { s: channel, reason: "trimmed", from, to: trimmed, epoch, offset: trimmed });
     }
 
     onUnsubscribe(s) {
@@ -190,8 +192,8 @@ class World {
     }
 
     progress() {
-        const sizes = [...this.connections.values()].map(({ to_broker, to_client }) => [to_broker.length, to_client.length]);
-        return JSON.stringify([sizes, this.driver.actions.length]);
+        const queues = [...this.connections.values()].flatMap(({ to_broker, to_client }) => [to_broker, to_client]);
+        return JSON.stringify([queues.map(({ length }) => length), this.driver.actions.length]);
     }
 
     handled() {
