@@ -619,7 +619,6 @@ export class SessionMachine {
         this.current = null;
         const { code: error_code, message } = finalError(connection, code, reason, this.has_token);
         if (error_code !== undefined && !is_replaced_by_own) {
-            if (move?.conn) this.#closeQuietly(this.connections.get(move.conn));
             if (error_code !== null) this.#reportError(error_code, message, "never", { close_code: code });
             this.#end("stopped", { code });
         } else if (move?.conn) {
@@ -1173,9 +1172,9 @@ export class SessionMachine {
     }
 
     #onNewLost(connection) {
-        const { to, index, left } = this.move;
+        const { to, index } = this.move;
         this.move.conn = null;
-        if (connection.connected_at === null && !left && index + 1 < to.length) {
+        if (connection.connected_at === null && index + 1 < to.length) {
             this.move.index += 1;
             this.#openMove();
         } else {

@@ -89,6 +89,7 @@ test("live: the new connection hands out only what is next of its publisher, and
     driver.live(1, 2);
     driver.live(1, 3);
     driver.live(2, 4);
+    assert.deepEqual(driver.seen(), [1, 2, 3, 4]);
     driver.live(1, 4);
     assert.deepEqual(driver.seen(), [1, 2, 3, 4]);
     driver.frame(2, "moved_in");
@@ -375,4 +376,19 @@ test("the alternates of the new broker replace those of the old one", () => {
     driver.frame(1, "bye", { p: {} });
     driver.close(2);
     assert.equal(only(driver.timer("reconnect"), "open")[0].url, "ws://d/connect");
+});
+
+test("a gap that was reported is not reported again by a migration", () => {
+    const driver = live();
+    driver.close(1);
+    driver.timer("reconnect");
+    driver.open(2);
+    driver.confirmLive(2, 1);
+    driver.frame(2, "move", { to: [C], within_ms: 0, deadline_ms: 9000 });
+    driver.timer("move");
+    driver.open(3);
+    driver.confirmLive(3, 1);
+    driver.frame(3, "moved_in");
+    driver.frame(2, "bye", { p: {} });
+    assert.deepEqual(driver.seen(), ["gap:reconnected"]);
 });
