@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import socket
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth_broker.process import websocket
+from dynamoth_broker.process import accept, websocket
 from dynamoth_broker.process.accept import KEEPALIVE_S, UNSENT_KERNEL_BYTES, USER_TIMEOUT_S
 from dynamoth_broker.process.frames import Frame
 from dynamoth_broker.process.transport import (
@@ -331,7 +333,7 @@ def test_refused_handshakes(data: bytes, status: int) -> None:
 def test_accepted_handshakes(path: str, headers: tuple[str, ...]) -> None:
     async def main() -> None:
         async with serving() as (server, recorder), raw_user(server.port) as raw:
-            offered = "graphql-ws, dynamoth.v1.msgpack"
+            offered = "graphql-ws, dynamoth.v1.msgpack, dynamoth.v1.json"
             compression = "Sec-WebSocket-Extensions: permessage-deflate; client_max_window_bits"
             raw.write(request(path, offered, compression, *headers))
             head = await raw.head()
@@ -619,6 +621,29 @@ def test_accepted_sockets_find_out_about_dead_peers(run: Run) -> None:
             assert {each: accepted.getsockopt(socket.IPPROTO_TCP, each) for each in wanted} == wanted
 
     run(main())
+
+
+def test_without_file_descriptors_users_wait(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(accept, "OUT_OF_FILES_PAUSE_S", 0.05)
+    accept_one, failures = socket.socket.accept, iter([errno.EMFILE, errno.ENFILE])
+
+    def scarce(listening: socket.socket) -> tuple[socket.socket, Any]:
+        code = next(failures, None)
+        if code is not None:
+            raise OSError(code, "none left")
+        return accept_one(listening)
+
+    async def main() -> None:
+        async with serving() as (server, recorder):
+            monkeypatch.setattr(socket.socket, "accept", scarce)
+            async with user(server.port):
+                await recorder.until("opened")
+
+    with caplog.at_level(logging.ERROR, "dynamoth.broker"):
+        run(main())
+    assert caplog.text.count("none left") == 2
 
 
 def test_a_taken_port_is_an_error_of_the_configuration() -> None:

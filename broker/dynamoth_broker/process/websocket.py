@@ -23,11 +23,13 @@ import asyncio
 import logging
 import ssl
 from collections import deque
+from collections.abc import Sequence
 from enum import IntEnum
 from http import HTTPStatus
 from typing import Any, Final, cast
 
 from websockets.datastructures import MultipleValuesError
+from websockets.exceptions import NegotiationError
 from websockets.frames import Close, CloseCode, Opcode
 from websockets.frames import Frame as WebSocketFrame
 from websockets.http11 import Request, Response
@@ -96,6 +98,20 @@ class _Partial:
     def add(self, frame: WebSocketFrame) -> None:
         self.data += frame.data
         self.count += 1
+
+
+class _Handshake(ServerProtocol):
+    """Parses a request, and chooses what the client likes best of what both know."""
+
+    def __init__(self, frame_bytes_max: int) -> None:
+        super().__init__(subprotocols=[JSON, MSGPACK], max_size=frame_bytes_max, logger=_parser_log)
+
+    def select_subprotocol(self, subprotocols: Sequence[Subprotocol]) -> Subprotocol | None:
+        """Return the first that is known. Raises NegotiationError if there is none, which is answered with 400."""
+        for each in subprotocols:
+            if each in (JSON, MSGPACK):
+                return each
+        raise NegotiationError(f"the subprotocol is {JSON} or {MSGPACK}")
 
 
 class WebSocketServer:
@@ -325,9 +341,6 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         self._server.connections.add(self)
         options = self._server.options
         transport.set_write_buffer_limits(options.unsent_bytes_max, options.unsent_bytes_max // 4)
-        self._parser = ServerProtocol(
-            subprotocols=[JSON, MSGPACK], max_size=options.frame_bytes_max, logger=_parser_log
-        )
         if self._timer is None:  # TLS took all of the time
             self.abort()
 
@@ -380,8 +393,10 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
     # The handshake.
 
     def _shake_hands(self, data: bytes) -> None:
+        if self._parser is None:
+            self._parser = _Handshake(self._server.options.frame_bytes_max)
         parser = self._parser
-        assert isinstance(parser, ServerProtocol)
+        assert isinstance(parser, _Handshake)
         self._discarded += len(data)
         if self._discarded > REQUEST_BYTES_MAX:
             self._refuse(parser, parser.reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "Too large.\n"))
