@@ -1,0 +1,125 @@
+"""Real brokers for tests: on a real cluster, with a real log server; and users that speak the protocol themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+from websockets.asyncio.client import ClientConnection, connect
+
+from dynamoth_broker.events import BrokerOptions
+from dynamoth_broker.process.runtime import BrokerConfig, run_broker
+from dynamoth_client.asyncio import Redis
+
+PATIENCE_S = 10.0
+
+
+@dataclass
+class RunningBroker:
+    """A broker of this process."""
+
+    id: str
+    port: int
+    sse_port: int
+    _stop: asyncio.Event
+    _task: asyncio.Task[int]
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}/connect"
+
+    async def stop(self) -> int:
+        """End it as SIGTERM does; return its exit code."""
+        self._stop.set()
+        return await asyncio.wait_for(self._task, PATIENCE_S)
+
+    async def kill(self) -> None:
+        """End it without a word to its users."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running_broker(
+    cluster_url: str, logs: dict[str, str], id_: str = "b1", **settings: Any
+) -> AsyncIterator[RunningBroker]:
+    """Run a broker until the end of the block."""
+    machine = {name: settings.pop(name) for name in list(settings) if name in BrokerOptions.__dataclass_fields__}
+    options = replace(BrokerOptions(id=id_, logs=logs, history=("log*",)), **machine)
+    make_client: Callable[[], Redis] = partial(Redis.from_url, cluster_url)
+    defaults: dict[str, Any] = {"id": id_, "port": 0, "anonymous": True}
+    config = BrokerConfig(**defaults | settings, options=options, make_client=make_client)
+    stop = asyncio.Event()
+    ports: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(run_broker(config, stop, lambda *each: ports.set_result(each)))
+    awaited: set[asyncio.Future[Any]] = {task, ports}
+    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
+    if task.done():
+        await task
+    port, sse_port = await ports
+    broker = RunningBroker(id_, port, sse_port, stop, task)
+    try:
+        yield broker
+    finally:
+        if not task.done():
+            await broker.stop()
+
+
+@dataclass
+class RawUser:
+    """A user that speaks JSON over a WebSocket, frame by frame."""
+
+    socket: ClientConnection
+    #: Frames that were passed over.
+    skipped: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @classmethod
+    async def open(cls, url: str, *subs: dict[str, Any], session: str = "someone", **fields: Any) -> Self:
+        """Connect, and wait until every subscription is answered."""
+        user = await cls.dial(url)
+        numbered = [{"ref": ref, **sub} for ref, sub in enumerate(subs)]
+        await user.send("connect", v=1, session=session, subs=numbered, **fields)
+        await user.until("moved_in")
+        return user
+
+    @classmethod
+    async def dial(cls, url: str) -> Self:
+        """Open a connection, and send nothing."""
+        return cls(await connect(url, subprotocols=["dynamoth.v1.json"], compression=None))  # type: ignore[list-item]
+
+    async def send(self, type_: str, **fields: Any) -> None:
+        await self.socket.send(json.dumps({"type": type_, **fields}))
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the next frame, without pings."""
+        while True:
+            frame: dict[str, Any] = json.loads(await asyncio.wait_for(self.socket.recv(), PATIENCE_S))
+            if frame["type"] != "ping":
+                return frame
+
+    async def until(self, type_: str) -> dict[str, Any]:
+        """Return the next frame of a type; ``skipped`` keeps those before it."""
+        while (frame := await self.receive())["type"] != type_:
+            self.skipped.append(frame)
+        return frame
+
+    def answers(self) -> dict[int, dict[str, Any]]:
+        """Return what was answered so far, by ``ref``."""
+        return {frame["ref"]: frame for frame in self.skipped if "ref" in frame}
+
+    async def texts(self, count: int) -> list[str]:
+        """Return the texts of the next publications."""
+        return [(await self.until("data"))["d"] for _ in range(count)]
+
+    async def close_code(self) -> int | None:
+        """Wait until the broker has closed the connection; return the code."""
+        await asyncio.wait_for(self.socket.wait_closed(), PATIENCE_S)
+        return self.socket.close_code
+
+    async def close(self) -> None:
+        await self.socket.close()

@@ -1,0 +1,358 @@
+"""A broker on a real cluster and a real log server, with users over WebSocket and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import jwt
+import pytest
+
+from dynamoth.edge.interests import channel_interest
+from dynamoth.errors import ConfigError
+from dynamoth_broker.events import BrokerOptions
+from dynamoth_broker.process.runtime import BrokerConfig
+from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_client.asyncio import Redis
+from tests.broker.edge import RawUser, running_broker
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def log() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as running:
+        yield running
+
+
+@pytest.fixture
+def logs(log: EmbeddedRedis) -> dict[str, str]:
+    return {"l1": f"redis://127.0.0.1:{log.port}"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    file = tmp_path / "keys.json"
+    secret = base64.urlsafe_b64encode(SECRET).rstrip(b"=").decode()
+    file.write_text(json.dumps({"keys": [{"kty": "oct", "kid": "k1", "alg": "HS256", "k": secret}]}))
+    return file
+
+
+def token(key: bytes = SECRET, algorithm: str = "HS256", kid: str = "k1", **claims: Any) -> str:
+    rights = {"sub": "ada", "exp": time.time() + 60, "channels": ["*"], "publish": ["*"], "queries": ["*"]}
+    return jwt.encode(rights | claims, key, algorithm, headers={"kid": kid})
+
+
+def run(main: Any) -> None:
+    asyncio.run(main)
+
+
+def test_redis_sees_one_subscriber_however_many_users_there_are(cluster: LocalCluster, logs: dict[str, str]) -> None:
+    async def main() -> None:
+        client = Redis.from_url(cluster.url)
+        async with running_broker(cluster.url, logs) as broker:
+            users = [await RawUser.open(broker.url, {"channel": "shared"}, session=f"u{n}") for n in range(30)]
+            assert await client.pubsub_numsub("shared") == [(b"shared", 1)]
+            assert await client.publish("shared", "hello") == 1
+            assert [await user.texts(1) for user in users] == [["hello"]] * 30
+            for user in users:
+                await user.close()
+        await client.aclose()
+
+    run(main())
+
+
+def test_a_logged_channel_goes_on_at_another_broker(cluster: LocalCluster, logs: dict[str, str], keys: Path) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            options: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False}
+            one = await stack.enter_async_context(running_broker(cluster.url, logs, "b1", **options))
+            two = await stack.enter_async_context(running_broker(cluster.url, logs, "b2", **options))
+            user = await RawUser.open(one.url, {"channel": "log1"}, token=token())
+            confirmed = user.answers()[0]
+            assert confirmed["recovered"]
+            writer = await RawUser.open(two.url, session="writer", token=token())
+            for number in range(3):
+                await writer.send("publish", ref=number, channel="log1", d=f"m{number}")
+                published = await writer.until("published")
+                assert published["offset"] == confirmed["offset"] + number + 1
+            assert await user.texts(3) == ["m0", "m1", "m2"]
+            await user.close()
+            since = {"epoch": confirmed["epoch"], "offset": confirmed["offset"] + 1}
+            again = await RawUser.open(two.url, {"channel": "log1", "since": since}, token=token())
+            assert again.answers()[0] == {**confirmed, "offset": confirmed["offset"] + 1}
+            missed = [frame["d"] for frame in again.skipped if frame["type"] == "data"]
+            assert missed + await again.texts(2 - len(missed)) == ["m1", "m2"]
+            lost = await RawUser.open(
+                two.url, {"channel": "log1", "since": {"epoch": "0" * 16, "offset": 7}}, token=token()
+            )
+            assert not lost.answers()[0]["recovered"]
+            gap = next((frame for frame in lost.skipped if frame["type"] == "gap"), None) or await lost.until("gap")
+            assert (gap["reason"], gap["from"], gap["epoch"]) == ("log_lost", 8, confirmed["epoch"])
+            for each in (writer, again, lost):
+                await each.close()
+
+    run(main())
+
+
+def test_a_user_moves_and_gets_everything_from_before(cluster: LocalCluster, logs: dict[str, str]) -> None:
+    async def main() -> None:
+        client = Redis.from_url(cluster.url)
+        async with AsyncExitStack() as stack:
+            two = await stack.enter_async_context(running_broker(cluster.url, logs, "b2"))
+            one = await stack.enter_async_context(
+                running_broker(cluster.url, logs, "b1", alternates=(two.url,), drain_s=5.0)
+            )
+            old = await RawUser.open(one.url, {"channel": "live"}, session="ada", generation=1)
+            ending = asyncio.create_task(one.stop())
+            move = await old.until("move")
+            assert move["to"] == [two.url]
+            new = await RawUser.open(two.url, {"channel": "live"}, session="ada", generation=2)
+            await client.publish("live", "both")
+            await old.send("leave")
+            bye = await old.until("bye")
+            assert bye["p"] == {}
+            assert [frame["d"] for frame in old.skipped if frame["type"] == "data"] == ["both"]
+            assert await new.texts(1) == ["both"]
+            await old.close()
+            assert await ending == 0
+            await new.close()
+        await client.aclose()
+
+    run(main())
+
+
+def test_a_broker_that_is_drained_or_full_sends_users_elsewhere(cluster: LocalCluster, logs: dict[str, str]) -> None:
+    async def main() -> None:
+        async with running_broker(cluster.url, logs, sessions_max=1) as broker:
+            first = await RawUser.open(broker.url, session="first")
+            second = await RawUser.dial(broker.url)
+            await second.send("connect", v=1, session="second", subs=[])
+            error = await second.until("error")
+            assert (error["code"], error["retry"]) == ("full", "elsewhere")
+            assert await second.close_code() == 1013
+            await first.close()
+
+    run(main())
+
+
+def test_of_two_connections_of_a_session_the_newer_one_stays(cluster: LocalCluster, logs: dict[str, str]) -> None:
+    async def main() -> None:
+        async with running_broker(cluster.url, logs) as broker:
+            old = await RawUser.open(broker.url, session="ada", generation=1)
+            new = await RawUser.open(broker.url, session="ada", generation=2)
+            assert await old.close_code() == 4004
+            late = await RawUser.dial(broker.url)
+            await late.send("connect", v=1, session="ada", generation=1, subs=[])
+            assert await late.close_code() == 4004
+            await new.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        (lambda: None, 4001),
+        (lambda: "no token", 4001),
+        (lambda: token(key=b"another" * 8), 4001),
+        (lambda: token(kid="k2"), 4001),
+        (lambda: token(SECRET * 2, "HS512"), 4001),
+        (lambda: jwt.encode({"sub": "ada", "exp": time.time() + 60}, "", "none", headers={"kid": "k1"}), 4001),
+        (lambda: token(exp=time.time() - 60), 4002),
+        (lambda: token(sub=None), 4001),
+        (lambda: token(channels="*"), 4001),
+    ],
+    ids=[
+        "none",
+        "garbage",
+        "other key",
+        "other kid",
+        "other algorithm",
+        "alg none",
+        "expired",
+        "no subject",
+        "no list",
+    ],
+)
+def test_tokens_that_are_not_valid(
+    made: Any, code: int, cluster: LocalCluster, logs: dict[str, str], keys: Path
+) -> None:
+    async def main() -> None:
+        async with running_broker(cluster.url, logs, token_keys_file=str(keys), anonymous=False) as broker:
+            user = await RawUser.dial(broker.url)
+            await user.send("connect", v=1, session="ada", subs=[], token=made())
+            assert (await user.until("error"))["code"] == {4001: "token_refused", 4002: "token_expired"}[code]
+            assert await user.close_code() == code
+
+    run(main())
+
+
+def test_what_a_token_allows(cluster: LocalCluster, logs: dict[str, str], keys: Path) -> None:
+    async def main() -> None:
+        async with running_broker(cluster.url, logs, token_keys_file=str(keys), anonymous=False) as broker:
+            rights = token(channels=["news.*"], publish=[], params={"near": {"user": "$sub"}}, queries=["near"])
+            user = await RawUser.open(
+                broker.url,
+                {"channel": "news.sport"},
+                {"channel": "secret"},
+                {"query": "near", "params": {"user": "ada", "km": 5}},
+                {"query": "near", "params": {"user": "bob", "km": 5}},
+                {"channel": "__dynamoth__:balancer:to-agent"},
+                token=rights,
+            )
+            answers = user.answers()
+            assert [answers[ref].get("code") for ref in range(5)] == [None, "forbidden", None, "forbidden", "forbidden"]
+            await user.send("publish", ref=9, channel="news.sport", d="x")
+            assert (await user.until("error"))["code"] == "forbidden"
+            await user.send("refresh", token=token(exp=time.time() - 60))
+            assert (await user.until("error"))["code"] == "token_expired"
+            await user.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"type": "nonsense"},
+        {"type": "connect", "v": 2, "session": "x"},
+        {"type": "connect", "v": 1, "session": "bad name!"},
+        {"type": "connect", "v": 1, "session": "x", "subs": [{"ref": 1}]},
+        {"type": "connect", "v": 1, "session": "x", "subs": [{"ref": 1, "channel": "a", "query": "b"}]},
+        {
+            "type": "connect",
+            "v": 1,
+            "session": "x",
+            "subs": [{"ref": 1, "channel": "a", "since": {"epoch": "zz", "offset": 1}}],
+        },
+        {
+            "type": "connect",
+            "v": 1,
+            "session": "x",
+            "subs": [{"ref": 1, "channel": "a", "since": {"epoch": "0" * 16, "offset": -1}}],
+        },
+        {"type": "connect", "v": 1, "session": "x", "subs": [{"ref": n, "channel": "a"} for n in range(1001)]},
+        {"type": "leave"},
+        {"type": "ack", "p": {"x": 1}},
+    ],
+    ids=lambda frame: json.dumps(frame)[:60],
+)
+def test_bad_frames_close_the_connection_and_nobody_elses(
+    frame: dict[str, Any], cluster: LocalCluster, logs: dict[str, str]
+) -> None:
+    async def main() -> None:
+        async with running_broker(cluster.url, logs) as broker:
+            other = await RawUser.open(broker.url, session="other")
+            user = await RawUser.dial(broker.url)
+            await user.socket.send(json.dumps(frame))
+            error = await user.until("error")
+            assert (error["code"], error["retry"]) == ("bad_frame", "never")
+            assert await user.close_code() == 4005
+            await other.send("subscribe", ref=1, channel="live")
+            assert (await other.until("subscribed"))["live"]
+            await other.close()
+
+    run(main())
+
+
+def test_server_sent_events_go_on_from_the_last_event(cluster: LocalCluster, logs: dict[str, str], keys: Path) -> None:
+    async def main() -> None:
+        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "sse_port": _free_port()}
+        async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
+            connect = {"type": "connect", "v": 1, "session": "ada", "subs": [{"ref": 1, "channel": "log-sse"}]}
+            encoded = base64.urlsafe_b64encode(json.dumps(connect).encode()).decode()
+            url = f"http://127.0.0.1:{broker.sse_port}/sse"
+            headers = {"Authorization": f"Bearer {token()}"}
+            writer = await RawUser.open(broker.url, session="writer", token=token())
+            async with http.get(url, params={"connect": encoded}, headers=headers) as stream:
+                await _events_until(stream, "moved_in")
+                last = ""
+                for text in ("m1", "m2"):
+                    await writer.send("publish", ref=1, channel="log-sse", d=text)
+                    last, _ = await _events_until(stream, "data")
+                async with http.post(
+                    f"{url}/ada", json={"type": "subscribe", "ref": 2, "channel": "live"}, headers=headers
+                ) as answer:
+                    assert answer.status == 204
+                await _events_until(stream, "subscribed")
+            await writer.send("publish", ref=1, channel="log-sse", d="m3")
+            await writer.until("published")
+            async with http.get(url, params={"connect": encoded}, headers={**headers, "Last-Event-ID": last}) as stream:
+                _, frame = await _events_until(stream, "data")
+                assert frame["d"] == "m3"
+            await writer.close()
+
+    run(main())
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+async def _events_until(stream: aiohttp.ClientResponse, type_: str) -> tuple[str, dict[str, Any]]:
+    """Return the id and the frame of the next event of a type."""
+    data: dict[str, Any] = {}
+    id_ = ""
+    while True:
+        line = (await asyncio.wait_for(stream.content.readline(), 10)).decode().rstrip("\n")
+        if line.startswith("data: "):
+            data = json.loads(line.removeprefix("data: "))
+        elif line.startswith("id: "):
+            id_ = line.removeprefix("id: ")
+        elif not line and data:
+            if data["type"] == type_:
+                return id_, data
+            data = {}
+
+
+def test_without_keys_nobody_could_log_in() -> None:
+    options = BrokerOptions(id="b1")
+    with pytest.raises(ConfigError, match="nobody could log in"):
+        BrokerConfig(id="b1", options=options, make_client=lambda: Redis())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"keys": [{}]}',
+        '{"keys": [{"kid": "a", "kty": "oct", "k": "c2hvcnQ", "alg": "HS256"}]}',
+        '{"keys": [{"kid": "a", "kty": "oct", "k": "", "alg": "none"}]}',
+    ],
+    ids=["empty", "no keys", "an empty key", "a short secret", "alg none"],
+)
+def test_key_sets_that_cannot_be_used(text: str, tmp_path: Path, cluster: LocalCluster) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(text)
+
+    async def main() -> None:
+        async with running_broker(cluster.url, {}, history=(), token_keys_file=str(file), anonymous=False):
+            pass
+
+    with pytest.raises(ConfigError, match="JSON Web Key Set"):
+        run(main())
+
+
+def test_interest_ids_are_the_protocols() -> None:
+    assert channel_interest("news").id == "JxRG8SHA_johIc5ws2hG2g"
