@@ -456,7 +456,7 @@ export class SessionMachine {
             case "save": this.#save(); break;
             case "token": this.#ask("refresh"); break;
             case "move": this.#openMove(); break;
-            case "move_deadline": this.#abandonMove("the new broker has not confirmed in time"); break;
+            case "move_deadline": this.#abandonMove(); break;
             case "bye": this.#drop(this.connections.get(this.current), CLOSE_NORMAL, "no bye"); break;
             case "retry": this.#retry(this.subscriptions.get(Number(id))); break;
             default: throw new TypeError(`unknown timer ${timer}`);
@@ -1144,7 +1144,7 @@ export class SessionMachine {
     #onSubscriptionError(connection, request, error, retry_after_s) {
         const subscription = this.subscriptions.get(request.sub);
         if (this.move?.conn === connection.id && !this.move.left && request.in_connect) {
-            this.#abandonMove(`the new broker refuses a subscription: ${error.message}`);
+            this.#abandonMove(); // It refuses: the old broker may still allow it.
             return;
         }
         const link = connection.links.get(subscription.id);
@@ -1185,14 +1185,13 @@ export class SessionMachine {
     }
 
     /** Stay at the old broker. What is held was, or will be, delivered by it. */
-    #abandonMove(reason) {
+    #abandonMove() {
         const { conn } = this.move;
         this.#clearMoveTimers();
         this.move = null;
         if (conn === null) return;
         const connection = this.connections.get(conn);
-        this.#act("close", { conn, code: CLOSE_NORMAL, reason });
-        this.#forget(connection);
+        this.#closeQuietly(connection);
         this.#stay();
     }
 
@@ -1336,7 +1335,7 @@ export class Subscription {
  * | type | `detail` |
  * | --- | --- |
  * | `state` | `{state, url, broker, code?}`, see below; `code` is the last close code |
- * | `moved` | `{from, to}`: names of brokers; nothing was lost |
+ * | `moved` | `{from, to}`: names of brokers; another one serves the session now |
  * | `gap` | `{subscription, gap}`: for gaps of subscriptions without `onGap` |
  * | `error` | a `DynamothError`; `code` is `handler_failed` (with `cause`) for an exception of a handler |
  *
@@ -1350,7 +1349,8 @@ export class Subscription {
  * again.
  *
  * Backpressure. Up to `queueMax` publications wait for the handler of a subscription. Then a logged subscription pauses
- * and reads on from its log when half of the queue is free. A live one drops the newest, and a gap takes their place.
+ * and reads on from its log when half of the queue is free. A live one drops the newest, and a gap takes their place. A
+ * handler whose promise never settles stops its own subscription, and no other.
  *
  * Sessions. Two pages with the same session end each other's connection. By default each tab has a session of its own,
  * which a reload keeps.
