@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import aiohttp
 import pytest
@@ -44,6 +45,7 @@ PAGE = """<!doctype html><title>test</title><script type="module">
 </script>"""
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
@@ -52,6 +54,14 @@ def asynchronous(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, No
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), TEST_S_MAX))
 
     return run
+
+
+async def soon(awaitable: Awaitable[T], what: str) -> T:
+    """Wait for a limited time; a failure says for what."""
+    try:
+        return await asyncio.wait_for(awaitable, FRAME_S_MAX)
+    except TimeoutError:
+        raise AssertionError(f"waited in vain for {what}") from None
 
 
 class Connection:
@@ -76,16 +86,18 @@ class Connection:
 
     async def receive(self, kind: str) -> dict[str, Any]:
         """The next frame of the client, which must be of this type."""
-        frame = await asyncio.wait_for(self._frames.get(), FRAME_S_MAX)
+        frame = await soon(self._frames.get(), kind)
         assert frame is not None, f"closed with {self.close_code} before {kind}"
         assert frame.pop("type") == kind, frame
         return frame
 
     async def receive_any(self) -> dict[str, Any] | None:
-        return await asyncio.wait_for(self._frames.get(), FRAME_S_MAX)
+        """The next frame of the client; None when it has closed the connection."""
+        return await self._frames.get()
 
     async def send(self, kind: str, **fields: Any) -> None:
-        if not self._socket.closed:
+        """Send a frame, unless the client has gone."""
+        with contextlib.suppress(ConnectionResetError):
             await self._socket.send_str(json.dumps({"type": kind, **fields}))
 
     async def send_raw(self, data: str | bytes) -> None:
@@ -142,7 +154,7 @@ class World:
 
     async def connection(self, broker: str = "a") -> Connection:
         """The next connection of the client to this broker."""
-        return await asyncio.wait_for(self.queue(broker).get(), FRAME_S_MAX)
+        return await soon(self.queue(broker).get(), f"a connection to {broker}")
 
     def broker_url(self, broker: str) -> str:
         return f"ws://{self.address}/brokers/{broker}"
@@ -294,7 +306,7 @@ async def test_a_bad_frame_is_reported_and_the_client_comes_again(browser: Brows
         assert (await second.accept())["subs"][0]["since"] == {"epoch": EPOCH, "offset": 1}
         await second.data(2)
         await w.page.wait_for("seen.length === 2")
-        await asyncio.wait_for(first.closed.wait(), FRAME_S_MAX)
+        await soon(first.closed.wait(), "the close")
         assert first.close_code == 4005
         assert await w.page.evaluate("errors()") == ["bad_frame"]
         assert await w.page.evaluate("seen") == [1, 2]
@@ -489,7 +501,7 @@ async def _migrations(w: World, rng: random.Random, published: Publications) -> 
             await serve(replacement)
             await asyncio.sleep(rng.choice([0, 0.01, 0.05]))
             await replacement.connection.send("moved_in")
-            await asyncio.wait_for(broker.connection.closed.wait(), FRAME_S_MAX)
+            await soon(broker.connection.closed.wait(), f"the end of the move from {broker.name} to {target}")
             assert broker.connection.close_code == 1000
             broker = replacement
             moves += 1

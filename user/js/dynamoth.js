@@ -288,6 +288,9 @@ function frameProblem(frame) {
  * without a number cannot be told apart: what the new connection brings before `leave` is dropped, because the old
  * broker sends everything from before `leave`; what it brings between `leave` and `bye` is held, and can be a copy.
  *
+ * `leave` waits until the new broker has confirmed all subscriptions, also those that were made after its `connect`:
+ * what is published in between would be in neither stream.
+ *
  * Delivery. Each subscription has a queue; its first item is with the handler. A position moves when the handler has
  * finished, whether it failed or not. When the queue is full, a logged subscription unsubscribes, and subscribes again
  * with `received` when half of the queue is free, so it loses nothing that the log still has. A live one drops the
@@ -317,7 +320,7 @@ export class SessionMachine {
         this.connections = new Map();
         /** Generation of the connection that delivers; null while there is none. */
         this.current = null;
-        /** The migration under way: `{to, index, ticket, conn, left}`; `left`: `leave` was sent. */
+        /** The migration under way; `conn`: the new connection, `confirmed`: `moved_in` came, `left`: `leave` was sent. */
         this.move = null;
         this.subscriptions = new Map();
         /** Publications that wait for a connection: `{id, frame}`. */
@@ -456,7 +459,7 @@ export class SessionMachine {
             case "save": this.#save(); break;
             case "token": this.#ask("refresh"); break;
             case "move": this.#openMove(); break;
-            case "move_deadline": this.#abandonMove("the new broker has not confirmed in time"); break;
+            case "move_deadline": this.#abandonMove(); break;
             case "bye": this.#drop(this.connections.get(this.current), CLOSE_NORMAL, "no bye"); break;
             case "retry": this.#retry(this.subscriptions.get(Number(id))); break;
             default: throw new TypeError(`unknown timer ${timer}`);
@@ -795,6 +798,7 @@ export class SessionMachine {
             connection.refs.delete(link.ref);
             if (!this.#isLeft(connection)) this.#send(connection, { type: "unsubscribe", s: link.s });
         }
+        this.#leaveIfReady();
     }
 
     #onSubscribed(connection, frame) {
@@ -813,6 +817,7 @@ export class SessionMachine {
         subscription.failures = 0;
         if (link.live) this.#onSubscribedLive(subscription);
         else this.#onSubscribedLogged(link, subscription, frame);
+        this.#leaveIfReady();
     }
 
     /** The application unsubscribed before the name of the interest was known. */
@@ -1144,7 +1149,7 @@ export class SessionMachine {
     #onSubscriptionError(connection, request, error, retry_after_s) {
         const subscription = this.subscriptions.get(request.sub);
         if (this.move?.conn === connection.id && !this.move.left && request.in_connect) {
-            this.#abandonMove(`the new broker refuses a subscription: ${error.message}`);
+            this.#abandonMove(); // It refuses: the old broker may still allow it.
             return;
         }
         const link = connection.links.get(subscription.id);
@@ -1154,6 +1159,7 @@ export class SessionMachine {
         this.#act("subscription_failed", { sub: subscription.id, error, ended });
         if (ended) this.#removeSubscription(subscription);
         else this.#retryLater(subscription, retry_after_s);
+        this.#leaveIfReady();
     }
 
     // Migration
@@ -1161,7 +1167,7 @@ export class SessionMachine {
     #onMove(connection, frame) {
         if (connection.id !== this.current || frame.to.length === 0) return;
         if (this.move !== null && this.move.conn !== null) return; // One at a time.
-        this.move = { to: frame.to, index: 0, ticket: frame.ticket ?? null, conn: null, left: false };
+        this.move = { to: frame.to, index: 0, ticket: frame.ticket ?? null, conn: null, confirmed: false, left: false };
         this.#setTimer("move", 0, frame.within_ms / 1000);
         this.#setTimer("move_deadline", frame.deadline_ms / 1000);
     }
@@ -1185,14 +1191,13 @@ export class SessionMachine {
     }
 
     /** Stay at the old broker. What is held was, or will be, delivered by it. */
-    #abandonMove(reason) {
+    #abandonMove() {
         const { conn } = this.move;
         this.#clearMoveTimers();
         this.move = null;
         if (conn === null) return;
         const connection = this.connections.get(conn);
-        this.#act("close", { conn, code: CLOSE_NORMAL, reason });
-        this.#forget(connection);
+        this.#closeQuietly(connection);
         this.#stay();
     }
 
@@ -1210,7 +1215,20 @@ export class SessionMachine {
     }
 
     #onMovedIn(connection) {
-        if (this.move?.conn !== connection.id || this.move.left) return;
+        if (this.move?.conn !== connection.id) return;
+        this.move.confirmed = true;
+        this.#leaveIfReady();
+    }
+
+    /** Whether the new connection has all that the old one delivers, also what was subscribed to after `connect`. */
+    #isReady() {
+        const { links } = this.connections.get(this.move.conn);
+        if ([...links.values()].some(({ pending }) => pending)) return false;
+        return [...this.connections.get(this.current).links].every(([sub, { s }]) => s === null || links.has(sub));
+    }
+
+    #leaveIfReady() {
+        if (!this.move?.confirmed || this.move.left || !this.#isReady()) return;
         this.#clearTimer("move_deadline");
         const old = this.connections.get(this.current);
         old.leaves += 1;
@@ -1336,7 +1354,7 @@ export class Subscription {
  * | type | `detail` |
  * | --- | --- |
  * | `state` | `{state, url, broker, code?}`, see below; `code` is the last close code |
- * | `moved` | `{from, to}`: names of brokers; nothing was lost |
+ * | `moved` | `{from, to}`: names of brokers; another one serves the session now |
  * | `gap` | `{subscription, gap}`: for gaps of subscriptions without `onGap` |
  * | `error` | a `DynamothError`; `code` is `handler_failed` (with `cause`) for an exception of a handler |
  *
@@ -1350,7 +1368,8 @@ export class Subscription {
  * again.
  *
  * Backpressure. Up to `queueMax` publications wait for the handler of a subscription. Then a logged subscription pauses
- * and reads on from its log when half of the queue is free. A live one drops the newest, and a gap takes their place.
+ * and reads on from its log when half of the queue is free. A live one drops the newest, and a gap takes their place. A
+ * handler whose promise never settles stops its own subscription, and no other.
  *
  * Sessions. Two pages with the same session end each other's connection. By default each tab has a session of its own,
  * which a reload keeps.

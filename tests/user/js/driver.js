@@ -18,6 +18,8 @@ export class Driver {
         this.now = 1000;
         /** All actions since the last `take`. */
         this.actions = [];
+        /** All events, with their time and the actions. */
+        this.trace = [];
         /** Handlers finish at once, unless a test clears this. */
         this.finishes = true;
         this.handed = new Map();
@@ -28,7 +30,9 @@ export class Driver {
         const actions = [];
         const events = [{ type, ...fields }];
         while (events.length > 0) {
-            const made = this.machine.handle(events.shift(), this.now);
+            const event = events.shift();
+            const made = this.machine.handle(event, this.now);
+            this.trace.push({ event, now: this.now, actions: made });
             this.machine.check();
             for (const action of made) {
                 assert.ok(isDeepStrictEqual(JSON.parse(JSON.stringify(action)), action), `not JSON: ${action.type}`);

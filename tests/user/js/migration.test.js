@@ -392,3 +392,32 @@ test("a gap that was reported is not reported again by a migration", () => {
     driver.frame(2, "bye", { p: {} });
     assert.deepEqual(driver.seen(), ["gap:reconnected"]);
 });
+
+test("leave waits for subscriptions that were made after connect", () => {
+    const driver = live();
+    overlap(driver);
+    driver.subscribe(2, "sport");
+    driver.confirmLive(1, 2, "S2");
+    assert.deepEqual(driver.frame(2, "moved_in"), []);
+    driver.live(1, 1, undefined, "S2");
+    const actions = driver.confirmLive(2, 2, "S2");
+    assert.deepEqual(only(actions, "send").map(({ conn, frame }) => [conn, frame.type]), [[1, "leave"]]);
+});
+
+test("leave does not wait for a subscription that ended, but for one that the new broker cannot make now", () => {
+    const driver = live();
+    overlap(driver);
+    driver.subscribe(2, "sport");
+    driver.frame(2, "moved_in");
+    assert.equal(frames(driver.do("unsubscribe", { sub: 2 }), "leave").length, 1);
+
+    const later = live();
+    overlap(later);
+    later.subscribe(2, "sport");
+    later.confirmLive(1, 2, "S2");
+    later.frame(2, "moved_in");
+    const error = { code: "log_unavailable", message: "", retry: "later", ref: 2 };
+    assert.equal(frames(later.frame(2, "error", error), "leave").length, 0);
+    later.timer("retry:2");
+    assert.equal(frames(later.confirmLive(2, 3, "S2"), "leave").length, 1);
+});
