@@ -17,6 +17,7 @@ and the users that one broker gets from it are bounded.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -90,9 +91,9 @@ class _Relief:
         self._moves_in: Counter[str] = Counter()
         #: Own loads of the users that may leave a broker, ascending, and the users in the same order; made on demand.
         self._leavers: dict[str, tuple[list[float], list[User]]] = {}
-        #: Brokers that no user can leave: the load then, and those of the targets. A target that only gains users gets
-        #: no better, so there is no need to look again until the broker changes or another target comes.
-        self._stuck: dict[str, tuple[float, dict[str, float]]] = {}
+        #: Brokers that no user can leave: the load then, and the targets. A target that only gains users gets no
+        #: better, so there is no need to look again until the broker changes, a target loses a user, or another comes.
+        self._stuck: dict[str, tuple[float, frozenset[str]]] = {}
         #: Whether ``moves_in_max`` has excluded a target.
         self._was_bounded = False
         #: Standings do not change while a plan is made.
@@ -124,12 +125,14 @@ class _Relief:
         targets = self._targets(ratio_mean)
         if not targets:
             return None
+        names = frozenset(target.id for target in targets)
         for source in sorted(above, key=lambda broker: (-broker.ratio, broker.id)):
-            if self._is_stuck(source, targets):
+            load, seen = self._stuck.get(source.id, (math.nan, names))
+            if load == source.load and names <= seen:
                 continue
             if (found := self._find(source, targets, ratio_mean)) is not None:
                 return self._apply(*found)
-            self._stuck[source.id] = (source.load, {target.id: target.load for target in targets})
+            self._stuck[source.id] = source.load, names
         return None
 
     def _targets(self, ratio_mean: float) -> list[BrokerLoad]:
@@ -139,12 +142,6 @@ class _Relief:
         targets = [broker for broker in admitting if self._moves_in[broker.id] < self._limits.moves_in_max]
         self._was_bounded |= len(targets) < len(admitting)
         return sorted(targets, key=lambda broker: (broker.ratio, broker.id))
-
-    def _is_stuck(self, source: BrokerLoad, targets: list[BrokerLoad]) -> bool:
-        if source.id not in self._stuck:
-            return False
-        load, seen = self._stuck[source.id]
-        return load == source.load and all(seen.get(target.id, target.load + 1) <= target.load for target in targets)
 
     def _find(self, source: BrokerLoad, targets: list[BrokerLoad], ratio_mean: float) -> tuple[User, BrokerLoad] | None:
         """Return the first user, and the first target for it, that make an improving move."""
