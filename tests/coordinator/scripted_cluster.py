@@ -58,7 +58,8 @@ class ScriptedCluster:
     now: float = 0.0
     #: Brokers that neither report nor answer.
     silent: set[str] = field(default_factory=set)
-    #: Changes a report before it is sent.
+    #: Makes a report, and changes it before it is sent.
+    report_of: Callable[[LoadModel, BrokerLoad], BrokerReport] = report_of
     edit: Callable[[BrokerReport], BrokerReport] = replace
     #: Users who refuse to move; moves that never end.
     refusing: set[str] = field(default_factory=set)
@@ -102,7 +103,7 @@ class ScriptedCluster:
         for _ in range(seconds):
             for broker in self.model.brokers.values():
                 if broker.id not in self.silent:
-                    self.send(Reported(self.edit(report_of(self.model, broker))))
+                    self.send(Reported(self.edit(self.report_of(self.model, broker))))
             while self.controller.deadline() <= self.now:
                 self.send(Tick())
             self.now += 1.0

@@ -249,7 +249,7 @@ def test_users_who_refuse_or_never_come_count_as_failed() -> None:
 
 def test_later_batches_leave_out_brokers_that_have_become_unfit() -> None:
     model = regional()
-    cluster = ScriptedCluster(model, replace(SETTINGS, moves_per_plan_max=100))
+    cluster = ScriptedCluster(model, replace(SETTINGS, moves_per_plan_max=100, batch_timeout_s=5.0))
     cluster.run(10)
     cluster.stuck = set(model.users)
     cluster.run(1)
@@ -258,7 +258,7 @@ def test_later_batches_leave_out_brokers_that_have_become_unfit() -> None:
     target = next(move.target for move in planned.batches[1])
     cluster.edit = lambda report: replace(report, is_admitting=report.broker != target)
     cluster.stuck = set()
-    cluster.run(70)
+    cluster.run(7)
     assert len(cluster.batches) > 1
     assert all(move.target != target for batch in cluster.batches[1:] for move in batch.moves)
     assert cluster.records[-1].failed + cluster.records[-1].moved == len(planned.moves)

@@ -43,6 +43,7 @@ def test_loads_after_any_changes_equal_those_computed_anew(changes: list[tuple[s
             model.move(user, f"b{where}")
         elif kind == "detach" and user in model.users:
             model.detach(user)
+        model.shared(INTERESTS)  # makes the index, so that it is kept up to date from here on
         model.check()
     assert figures(model) == figures(recomputed(model))
 
@@ -63,7 +64,11 @@ def test_a_predicted_change_is_what_a_move_changes(mover: set[str], fellow: set[
     less, more = model.delta_remove(user), model.delta_add(user.interests, "y")
     before = {broker.id: broker.load for broker in model.brokers.values()}
     assert more == 2 * model.own_load(mover) - model.similarity(mover, "y")
+    assert model.shared(mover) == {
+        broker: similarity for broker in "xy" if (similarity := model.similarity(mover, broker))
+    }
     model.move("mover", "y")
+    model.check()
     assert model.brokers["x"].load == before["x"] - less and model.brokers["y"].load == before["y"] + more
 
 

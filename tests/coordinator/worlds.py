@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from dynamoth_broker.coordinator.model import LoadModel
 from dynamoth_broker.coordinator.plan import Plan
@@ -45,6 +46,12 @@ def sharing(rates: Mapping[str, float], users: Mapping[str, Mapping[str, str]]) 
 
 
 def paper(seed: int, users: int = 10_000, *, regional: bool = False) -> LoadModel:
+    """Return ``_paper`` of the same arguments; it is made once."""
+    return _paper(seed, users, regional=regional).copy()
+
+
+@cache
+def _paper(seed: int, users: int, *, regional: bool) -> LoadModel:
     """Make 10 unevenly loaded brokers whose users have 10 to 30 interests of 20 KB/s, spread by ``SHARES``.
 
     The interests are 1,000 for all, or, ``regional``, those of the one region where the user is.

@@ -17,13 +17,14 @@ and the users that one broker gets from it are bounded.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from dynamoth_broker.coordinator.model import BrokerLoad, LoadModel, Standing, Summary, User
+from dynamoth_broker.coordinator.model import BrokerLoad, LoadModel, Standing, User, cov, mean
 from dynamoth_broker.coordinator.plan import Move, Outcome, Plan, apply_move
 
 
@@ -54,11 +55,11 @@ class ReliefLimits:
     #: A move leaves its target this part below the load ratio that the source had. 0: anything below.
     margin_ratio: float = 0.001
 
-    def is_uneven(self, summary: Summary) -> bool:
-        """Return whether relief is due."""
-        if self.ratio_high is not None and summary.ratio_max > self.ratio_high:
+    def is_uneven(self, ratio_max: float, ratio_mean: float, cov: float) -> bool:
+        """Return whether the largest load ratio, their mean and their cov make relief due."""
+        if self.ratio_high is not None and ratio_max > self.ratio_high:
             return True
-        return summary.cov > self.cov_max and summary.ratio_mean > self.ratio_mean_min
+        return cov > self.cov_max and ratio_mean > self.ratio_mean_min
 
 
 def relieve(
@@ -90,56 +91,57 @@ class _Relief:
         self._moves_in: Counter[str] = Counter()
         #: Own loads of the users that may leave a broker, ascending, and the users in the same order; made on demand.
         self._leavers: dict[str, tuple[list[float], list[User]]] = {}
-        #: Brokers that no user can leave: the load then, and those of the targets. A target that only gains users gets
-        #: no better, so there is no need to look again until the broker changes or another target comes.
-        self._stuck: dict[str, tuple[float, dict[str, float]]] = {}
+        #: Brokers that no user can leave: the load then, and the targets. A target that only gains users gets no
+        #: better, so there is no need to look again until the broker changes, a target loses a user, or another comes.
+        self._stuck: dict[str, tuple[float, frozenset[str]]] = {}
         #: Whether ``moves_in_max`` has excluded a target.
         self._was_bounded = False
+        #: Standings do not change while a plan is made.
+        self._counted = list(model.counted())
 
     def plan(self) -> Plan:
         """Make the plan."""
-        before = summary = self._model.summary()
+        before = self._model.summary()
         moves: list[Move] = []
         outcome = Outcome.BALANCED
-        while self._limits.is_uneven(summary):
+        while True:
+            ratios = [broker.load / broker.capacity for broker in self._counted]
+            ratio_mean = mean(ratios)
+            if not self._limits.is_uneven(max(ratios, default=0.0), ratio_mean, cov(ratios)):
+                break
             if len(moves) >= self._limits.moves_max:
                 outcome = Outcome.PLAN_FULL
                 break
-            move = self._next(summary.ratio_mean)
+            move = self._next(ratio_mean)
             if move is None:
                 outcome = Outcome.PLAN_FULL if self._was_bounded else Outcome.NO_IMPROVING_MOVE
                 break
             moves.append(move)
-            summary = self._model.summary()
-        return Plan((tuple(moves),) if moves else (), outcome, before, summary)
+        return Plan((tuple(moves),) if moves else (), outcome, before, self._model.summary())
 
     def _next(self, ratio_mean: float) -> Move | None:
         """Apply the next move, and return it; None if there is none."""
-        above = [broker for broker in self._model.counted() if broker.ratio > ratio_mean]
+        above = [broker for broker in self._counted if broker.load / broker.capacity > ratio_mean]
         targets = self._targets(ratio_mean)
         if not targets:
             return None
+        names = frozenset(target.id for target in targets)
         for source in sorted(above, key=lambda broker: (-broker.ratio, broker.id)):
-            if self._is_stuck(source, targets):
+            load, seen = self._stuck.get(source.id, (math.nan, names))
+            if load == source.load and names <= seen:
                 continue
             if (found := self._find(source, targets, ratio_mean)) is not None:
                 return self._apply(*found)
-            self._stuck[source.id] = (source.load, {target.id: target.load for target in targets})
+            self._stuck[source.id] = source.load, names
         return None
 
     def _targets(self, ratio_mean: float) -> list[BrokerLoad]:
         """Return the brokers below the mean that admit users, the least loaded first."""
-        below = [broker for broker in self._model.counted() if broker.ratio < ratio_mean]
+        below = [broker for broker in self._counted if broker.load / broker.capacity < ratio_mean]
         admitting = [broker for broker in below if broker.standing is Standing.OPEN]
         targets = [broker for broker in admitting if self._moves_in[broker.id] < self._limits.moves_in_max]
         self._was_bounded |= len(targets) < len(admitting)
         return sorted(targets, key=lambda broker: (broker.ratio, broker.id))
-
-    def _is_stuck(self, source: BrokerLoad, targets: list[BrokerLoad]) -> bool:
-        if source.id not in self._stuck:
-            return False
-        load, seen = self._stuck[source.id]
-        return load == source.load and all(seen.get(target.id, target.load + 1) <= target.load for target in targets)
 
     def _find(self, source: BrokerLoad, targets: list[BrokerLoad], ratio_mean: float) -> tuple[User, BrokerLoad] | None:
         """Return the first user, and the first target for it, that make an improving move."""
@@ -156,11 +158,15 @@ class _Relief:
                     return user, target
         return None
 
-    def _in_order(self, user: User, targets: list[BrokerLoad]) -> list[BrokerLoad]:
+    def _in_order(self, user: User, targets: list[BrokerLoad]) -> Iterator[BrokerLoad]:
+        """Yield the targets in the order in which they are tried: as they come, or the most similar ones first."""
         if self._scheme is Scheme.LOAD:
-            return targets
-        increase = {target.id: self._model.delta_add(user.interests, target.id) for target in targets}
-        return sorted(targets, key=lambda target: (increase[target.id], target.ratio, target.id))
+            yield from targets
+            return
+        shared = self._model.shared(user.interests)
+        similar = [target for target in targets if target.id in shared]
+        yield from sorted(similar, key=lambda target: (-shared[target.id], target.ratio, target.id))
+        yield from (target for target in targets if target.id not in shared)
 
     def _by_fit(self, source: BrokerLoad, wanted: float, room_max: float) -> Iterator[User]:
         """Yield the users that may leave a broker, the one first whose load is nearest to the load that has to move.

@@ -186,10 +186,9 @@ def build_model(
     columns = [(total.report.broker, total.report.interests) for total in listed]
     rates: dict[str, float] = {}
     for broker, interests in [*columns, *((answer.broker, answer.interests) for answer in known)]:
-        counts = model.brokers[broker].counts
         for interest, rate, users in zip(interests.ids, interests.rates, interests.users, strict=True):
             if (shared or interest in wanted) and users > 0:
-                counts[interest] = users
+                model.set_count(broker, interest, users)
                 rates[interest] = max(rate, rates.get(interest, 0.0))
     model.set_rates(rates)
     for answer in known:
@@ -207,5 +206,5 @@ def _introduce(model: LoadModel, answer: Candidates) -> None:
             held.update(model.users[candidate.user].interests)
     for interest, users in held.items():
         if broker.counts.get(interest, 0) < users:
-            broker.counts[interest] = users
+            model.set_count(broker.id, interest, users)
     broker.users = max(broker.users, len(broker.known))

@@ -68,7 +68,7 @@ def _assign(model: LoadModel, settings: ShuffleSettings, movable: Callable[[str]
     ranked = sorted(free, key=lambda user: (-model.own_load(user.interests), user.id))
     for user in ranked:
         trial.detach(user.id)
-    brokers = list(trial.counted())
+    brokers = [broker for broker in trial.counted() if broker.standing is Standing.OPEN]
     targets: dict[str, str] = {}
     for user in ranked:
         target = _best(trial, brokers, user, settings)
@@ -80,18 +80,20 @@ def _assign(model: LoadModel, settings: ShuffleSettings, movable: Callable[[str]
 
 def _best(trial: LoadModel, brokers: list[BrokerLoad], user: User, settings: ShuffleSettings) -> str:
     """Return the broker that a user who is nowhere goes to."""
-    admitting = [broker for broker in brokers if broker.standing is Standing.OPEN or broker.id == user.broker]
-    own = trial.own_load(user.interests)
-    ratio_max = min(broker.ratio for broker in admitting) * (1 + settings.slack_ratio)
-    # A broker that holds none of the interests rises by this, so that the least loaded one is always near enough.
-    increase_max = (2 * own + trial.connection_bytes_per_s) * (1 + 1e-9)
+    present = trial.brokers[user.broker]
+    admitting = brokers if present.standing is Standing.OPEN else [*brokers, present]
+    own, shared = trial.own_load(user.interests), trial.shared(user.interests)
+    increase_max = 2 * own + trial.connection_bytes_per_s
+    ratios = [broker.load / broker.capacity for broker in admitting]
+    # A broker that holds none of the interests rises by ``increase_max``: the least loaded one is always near enough.
+    ratio_max = min(ratios) * (1 + settings.slack_ratio)
     best: tuple[float, float, str] | None = None
-    for broker in admitting:
-        increase = trial.delta_add(user.interests, broker.id)
-        if broker.load + increase > ratio_max * broker.capacity + increase_max:
+    for broker, ratio in zip(admitting, ratios, strict=True):
+        similarity = shared.get(broker.id, 0.0)
+        if broker.load - similarity * (1 + 1e-9) > ratio_max * broker.capacity:
             continue
-        cost = 0.0 if broker.id == user.broker else settings.stay_ratio * own
-        rank = increase + cost, broker.ratio, broker.id
+        cost = 0.0 if broker is present else settings.stay_ratio * own
+        rank = increase_max - similarity + cost, ratio, broker.id
         best = rank if best is None or rank < best else best
     assert best is not None, "the least loaded broker is always within its own slack"
     return best[2]
@@ -131,9 +133,11 @@ def _batch(
             later += waiting[place:]
             break
         target = trial.brokers[targets[user]]
+        if moves_in[target.id] >= settings.batch_moves_in_max:
+            later.append(user)
+            continue
         increase = trial.delta_add(trial.users[user].interests, target.id)
-        is_within = (target.load + increase) / target.capacity <= settings.ratio_accept
-        if not is_within or moves_in[target.id] >= settings.batch_moves_in_max:
+        if (target.load + increase) / target.capacity > settings.ratio_accept:
             later.append(user)
             continue
         before = target.ratio
