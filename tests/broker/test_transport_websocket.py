@@ -25,6 +25,7 @@ from dynamoth_broker.process.transport import (
 from dynamoth_broker.process.websocket import (
     FRAGMENTS_MAX,
     LINGERING_BYTES_MAX,
+    READ_BYTES,
     REASON_BYTES_MAX,
     REQUEST_BYTES_MAX,
     WebSocketConnection,
@@ -264,6 +265,34 @@ def test_who_goes_on_sending_100_mb_is_cut_off(run: Run) -> None:
                     async with asyncio.timeout(PATIENCE_S):
                         await raw.writer.drain()
             assert LINGERING_BYTES_MAX < sent < HUGE // 4, "what is beyond the bound is what the kernel had taken"
+            await recorder.until("closed")
+
+    run(main())
+
+
+def test_who_breaks_the_protocol_and_reads_slowly_still_finds_out_why(run: Run) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as (server, recorder), asyncio.timeout(PATIENCE_S):
+            with socket.socket() as slow:
+                slow.setblocking(False)
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+                await loop.sock_connect(slow, ("127.0.0.1", server.port))
+                await loop.sock_sendall(slow, request())
+                await recorder.until("opened")
+                (conn,) = recorder.connections
+                while not conn.unsent_bytes:  # the kernel takes the first ones
+                    conn.send(prepare({"d": "x" * 16_000}))
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                broken = bytes([0x81, 0xFF]) + HUGE.to_bytes(8, "big") + b"\0" * 4 + b"x" * 2 * READ_BYTES
+                await loop.sock_sendall(slow, broken)
+                received = b""
+                # A socket that is closed with bytes that nobody has read resets the connection, and they are lost.
+                while chunk := await loop.sock_recv(slow, 1024):
+                    received += chunk
+                    await asyncio.sleep(0)
+            assert b"\x03\xf1" in received[-200:], "close code 1009"
             await recorder.until("closed")
 
     run(main())
