@@ -13,11 +13,12 @@ OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test soak exhaustive image oldest conformance bench demo report java \
+.PHONY: help venv check lint format-check mypy pyright imports test soak exhaustive image oldest conformance bench demo demo-brokers report java \
 	format lock clean
 
 help:
 	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
+	@echo "make demo-brokers end users on edge brokers that are drained and killed"
 	@echo "make report       records a demo, and explains it with Spark (needs Java 17)"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
@@ -110,6 +111,9 @@ bench: $(DEV)
 
 demo: $(RUN)
 	$(BIN)/dynamoth demo
+
+demo-brokers: $(DEV)
+	$(BIN)/dynamoth demo-brokers
 
 # A minute of the demo with a fixed number of servers: its crowd is the overload, its festival the hot channel. What its audit says is not the report's.
 report: $(ANALYTICS)

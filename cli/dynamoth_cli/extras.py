@@ -9,6 +9,7 @@ EXTRAS = {
     "balancer": ("prometheus_client",),
     "cli": ("prometheus_client", "rich"),
     "broker": ("aiohttp", "cryptography", "jwt", "prometheus_client", "websockets"),
+    "demo": ("aiohttp", "cryptography", "jwt", "prometheus_client", "rich", "websockets"),
     "record": ("prometheus_client", "pyarrow"),
     "analytics": ("pandas", "pyarrow", "pyspark"),
 }

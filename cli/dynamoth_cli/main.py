@@ -50,6 +50,9 @@ COMMANDS = {
     "demo": Command(
         "dynamoth_demo.command", "see channels move under load, on Redis servers that it starts itself", "cli"
     ),
+    "demo-brokers": Command(
+        "dynamoth_demo.brokers.command", "see users move between edge brokers that are drained and killed", "demo"
+    ),
     "up": Command("dynamoth_cli.commands.up", "start a whole cluster on this machine, for development", "cli"),
     "agent": Command("dynamoth_cli.commands.agent", "run the agent of one Redis server", "agent"),
     "balancer": Command("dynamoth_cli.commands.balancer", "run the balancer of a cluster", "balancer"),

@@ -1,0 +1,1 @@
+"""``dynamoth demo-brokers``: end users on edge brokers that are drained and killed, under audit."""
