@@ -157,6 +157,7 @@ def move_fails(stage: EdgeStage) -> None:
     live = stage.edge.live[0]
     stage.warm_up("b2")
     user = stage.user("U", live)
+    stage.publisher("P", live.name.encode())
     with stage.channel_held("b2", live, to_server=True):
         stage.ask_to_move(user, "b2")
         stage.run(SHORT_BROKER_OPTIONS.move_timeout_s + AT_ONCE_S)
@@ -189,6 +190,7 @@ def drained(stage: EdgeStage) -> None:
         stage.expect("nobody could move", all(stage.is_served(user, "b1") or user.moved == 0 for user in users))
     stage.wait("both have moved", lambda: all(user.moved for user in users))
     stage.publish_logged(logged)
+
 
 MOVING: dict[str, EdgeScenario] = {
     "edge-both-brokers-deliver": EdgeScenario(both_brokers_deliver),

@@ -35,7 +35,6 @@ SELDOM_CHECKED = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, tip_check_s=NE
 """Brokers that do not compare tips: what that would mend has to come by itself."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class EdgeScenario(Setting):
     """A script, and the edge that it is written for."""
