@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -199,22 +200,25 @@ def epochs_outlive_servers() -> AbstractContextManager[None]:
     return replaced(dynamoth_broker.logs, append_command=append, read_command=read)
 
 
-def terms_are_ignored() -> AbstractContextManager[None]:
-    """A writer does not say which term it has."""
+def _appending(**changed: int) -> AbstractContextManager[None]:
+    """Change arguments of every append of a writer that is no broker."""
+    signature = inspect.signature(append_command)
 
     def append(*arguments: Any) -> Any:
-        return append_command(*arguments[:5], 0, arguments[6])
+        bound = signature.bind(*arguments)
+        return append_command(**(bound.arguments | changed))
 
     return replaced(dynamoth.edge.log, append_command=append)
+
+
+def terms_are_ignored() -> AbstractContextManager[None]:
+    """A writer does not say which term it has."""
+    return _appending(term=0)
 
 
 def executions_are_not_numbered() -> AbstractContextManager[None]:
     """A writer does not say which execution it appends."""
-
-    def append(*arguments: Any) -> Any:
-        return append_command(*arguments[:6], 0)
-
-    return replaced(dynamoth.edge.log, append_command=append)
+    return _appending(execution=0)
 
 
 def published_before_appended() -> AbstractContextManager[None]:

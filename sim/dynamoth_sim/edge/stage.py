@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from dynamoth.edge import log
 from dynamoth.edge.frames import BrokerFrame, Data, to_wire
@@ -144,7 +145,7 @@ class EdgeStage(Stage):
         server = self.log_of(interest)
         new_epoch, options = self.world.random.getrandbits(64), LogOptions(self.edge.options.retained_min)
         words = log.append_command(interest.id, payload, server.run_id, new_epoch, options, term, execution)
-        reply = server.execute("writer", *(word if isinstance(word, bytes) else word.encode() for word in words))
+        reply = server.execute("writer", *(word if isinstance(word, bytes) else str(word).encode() for word in words))
         return str(reply) if isinstance(reply, ErrorReply) else parse_appended(reply)
 
     def log_of(self, interest: Interest) -> RedisServer:
@@ -259,7 +260,7 @@ class EdgeStage(Stage):
         """Wait until every user is served, publish everywhere once more, and wait until everybody has it."""
         alive = [user for user in self.edge.users if user.is_alive]
         for user in alive:
-            if not self.world.run_until_true(lambda user=user: self.is_served(user), self.world.now + 3.0):
+            if not self.world.run_until_true(partial(self.is_served, user), self.world.now + 3.0):
                 self.expect(f"{user.name} is served in the end, alone", False)
         self.edge.logged_audit.calm()
         self.cluster.audit.calm()
