@@ -90,6 +90,9 @@ from dynamoth_broker.sessions import Session, Stage, Subscription
 DRAIN_INTERVAL_S = 0.1
 """While it is drained, a broker asks users to move this often."""
 
+KEEP_ALIVE_S = 1.0
+"""How often a broker looks which users are to be pinged; more often where they are pinged more often."""
+
 RETRY_MS = 1000
 
 
@@ -100,6 +103,7 @@ class BrokerMachine:
         """Begin without users. ``incarnation`` is random, and new with each start."""
         self._options = options
         self._timers: Timers[BrokerAction] = Timers()
+        self._keep_alive_s = min(KEEP_ALIVE_S, options.ping_s / 4)
         #: What happened, by kind, for metrics.
         self.counters: Counter[str] = Counter()
         self._logs = Logs(options.logs, options.log, incarnation, options.log_wait_s, self._timers, self.counters)
@@ -174,7 +178,7 @@ class BrokerMachine:
                 return [self._close(session, RESTARTING, "the broker restarts") for session in self._open_sessions()]
             case Start():
                 self._timers.add(now + self._options.tip_check_s, self._check_tips)
-                self._timers.add(now + 1.0, self._keep_alive)
+                self._timers.add(now + self._keep_alive_s, self._keep_alive)
                 return self._logs.start()
             case Tick():
                 return self._timers.run_due(now)
@@ -498,7 +502,7 @@ class BrokerMachine:
 
     def _keep_alive(self, now: float) -> Sequence[BrokerAction]:
         """Ping users, and close the connections of those who do not answer, or do not read."""
-        self._timers.add(now + 1.0, self._keep_alive)
+        self._timers.add(now + self._keep_alive_s, self._keep_alive)
         options = self._options
         actions: list[BrokerAction] = []
         while self._pings and self._pings[0][0] <= now:

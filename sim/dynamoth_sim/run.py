@@ -23,6 +23,8 @@ from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_sim.audit import Audit, Totals, Violation
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.edge.run import EDGE_PROFILES, run_edge_profile
+from dynamoth_sim.edge.scenarios import EDGE_SCENARIOS
+from dynamoth_sim.edge.stage import EdgeStage
 from dynamoth_sim.faults.faults import Chaos
 from dynamoth_sim.faults.profiles import PROFILES, Profile, draw_profile
 from dynamoth_sim.load.workload import Workload
@@ -95,8 +97,8 @@ def run_seed(seed: int, name: str | None = None) -> Outcome:
 
     Args:
         seed: determines everything that happens in it.
-        name: of a scenario (``scenarios.SCENARIOS``), or of a profile of faults (``faults.PROFILES``) for a random
-            world; None draws the profile from the seed, too.
+        name: of a scenario (``scenarios.SCENARIOS``, ``edge.scenarios.EDGE_SCENARIOS``), or of a profile of faults
+            (``faults.PROFILES``, ``EDGE_PROFILES``) for a random world; None draws one of PROFILES from the seed.
 
     Raises:
         KeyError: there is no scenario and no profile of this name.
@@ -104,6 +106,8 @@ def run_seed(seed: int, name: str | None = None) -> Outcome:
     """
     if name in SCENARIOS:
         return run_scenario(seed, name)
+    if name in EDGE_SCENARIOS:
+        return run_edge_scenario(seed, name)
     world = World(seed, CHECK_EVERY)
     if name in EDGE_PROFILES:
         edge, live = run_edge_profile(world, EDGE_PROFILES[name])
@@ -126,6 +130,21 @@ def run_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
         return stage.violations()
 
     return _outcome(name, stage.cluster, play)
+
+
+def run_edge_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
+    """Play a scenario of brokers and users; see :func:`run_scenario`."""
+    scenario = EDGE_SCENARIOS[name]
+    stage = EdgeStage(World(seed, check_every), scenario)
+
+    def play() -> list[Violation]:
+        with suppress(SceneFailed):  # which has been noted as a violation
+            stage.open()
+            scenario.play(stage)
+            stage.close()
+        return stage.violations()
+
+    return _outcome(name, stage.cluster, play, stage.edge.logged_audit)
 
 
 def _run_profile(world: World, profile: Profile) -> Outcome:

@@ -7,6 +7,7 @@ import sys
 
 from dynamoth_cli.numbers import count_up_to
 from dynamoth_sim.edge.run import EDGE_PROFILES
+from dynamoth_sim.edge.scenarios import EDGE_SCENARIOS
 from dynamoth_sim.faults.profiles import PROFILES
 from dynamoth_sim.run import parse_seeds, run_and_report
 from dynamoth_sim.scenarios.registry import SCENARIOS
@@ -22,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--scenario",
-        choices=[*SCENARIOS, *profiles],
+        choices=[*SCENARIOS, *EDGE_SCENARIOS, *profiles],
         metavar="NAME",
         help=f"a scenario, or a profile of faults: {', '.join(profiles)} (default: a profile drawn from each seed). An"
         " unknown name lists all scenarios",

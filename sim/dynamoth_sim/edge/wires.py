@@ -108,6 +108,14 @@ class Wire:
         """Let the user read again."""
         self._down.release()
 
+    def hold_up(self) -> None:
+        """Let nothing arrive at the broker until ``release_up``."""
+        self._up.hold()
+
+    def release_up(self) -> None:
+        """Let everything arrive at the broker that was sent."""
+        self._up.release()
+
     def hold(self) -> None:
         """Let nothing arrive either way, for good: nobody learns of it."""
         self._up.hold()

@@ -147,8 +147,8 @@ class UserMachine:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """Return when the next timer is due."""
-        return self._timers.next_at
+        """Return when the next timer is due; None when the client is closed."""
+        return None if self._is_closed else self._timers.next_at
 
     @property
     def serving(self) -> Connection | None:
