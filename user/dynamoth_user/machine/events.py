@@ -72,11 +72,26 @@ class PublishMessage:
 
 
 @dataclass(slots=True)
+class ForgetPublication:
+    """Event: the application does not wait for a publication any more. It is not sent, unless it already was."""
+
+    token: object
+
+
+@dataclass(slots=True)
 class Handled:
     """Event: the application has handled everything of an interest up to a position."""
 
     interest: Interest
     position: Position
+
+
+@dataclass(slots=True)
+class ReadingPaused:
+    """Event: the runtime reads nothing from a connection for now, as the application is behind; or it reads again."""
+
+    number: int
+    is_paused: bool
 
 
 @dataclass(slots=True)
@@ -86,7 +101,7 @@ class Close:
 
 UserEvent = (
     Start | Tick | ConnectionOpened | ConnectionClosed | FrameReceived | TokenReady | AddSubscription
-    | RemoveSubscription | PublishMessage | Handled | Close
+    | RemoveSubscription | PublishMessage | ForgetPublication | Handled | ReadingPaused | Close
 )  # fmt: skip
 
 
@@ -169,12 +184,16 @@ class Refused:
 
 @dataclass(slots=True)
 class PublishEnded:
-    """Action: a publication was accepted, or not: ``code`` and ``reason`` say why not."""
+    """Action: a publication was accepted, or not: ``code`` and ``reason`` say why not.
+
+    ``is_retryable``: the same publication can succeed later.
+    """
 
     token: object
     position: Position | None = None
     code: str | None = None
     reason: str = ""
+    is_retryable: bool = False
 
 
 @dataclass(slots=True)
@@ -216,6 +235,8 @@ class UserOptions:
     session: str
     #: Whether the application gives a token for each connection.
     has_token: bool = False
+    #: Whether this token is always the same: one that has expired ends the client, and it is never refreshed.
+    has_fixed_token: bool = False
     #: Of the first connection; each further one has the next number. Larger than any of an earlier run.
     generation: int = 0
     backoff_s_min: float = 0.5
@@ -227,6 +248,8 @@ class UserOptions:
     #: How long a live publication of the new broker waits for an earlier one of the old broker, after `bye`.
     hold_s: float = 1.0
     held_max: int = 10_000
+    #: Publications that wait until a broker serves the session.
+    unsent_max: int = 1000
     #: A subscription that a broker cannot serve now is asked for again after this time, if the broker names none.
     retry_s: float = 1.0
     #: Publishers of one live interest whose numbers are remembered.

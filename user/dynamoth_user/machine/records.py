@@ -38,6 +38,9 @@ class Connection:
     is_open: bool = False
     is_asked: bool = False
     is_up: bool = False
+    #: Whether the runtime reads nothing from it, as the application is behind; and when a pong shows that we are alive.
+    is_paused: bool = False
+    alive_due: float = 0.0
     broker: str = ""
     ping_s: float = 25.0
     ticket: str | None = None
@@ -79,9 +82,8 @@ class UserSubscription:
     #: Of a live one: the latest number by publisher.
     numbers: dict[int, int] = field(default_factory=dict[int, int])
     held: list[HeldPublication] = field(default_factory=list[HeldPublication])
-    #: During a migration: whether the old broker may still send earlier publications, and until when they are awaited.
+    #: During a migration: whether the old broker may still send earlier publications.
     awaits_old: bool = False
-    hold_until: float | None = None
 
     def wanted(self, ref: int) -> Wanted:
         """Return what a broker is asked for."""
