@@ -9,8 +9,11 @@ from typing import Any
 from dynamoth.edge.frames import Connected, Data, Gap, Leave, Wanted
 from dynamoth.edge.publications import Position
 from dynamoth_sim.mutations.mutation import Check, no_actions, replaced, returning
+from dynamoth_user.machine import live
+from dynamoth_user.machine.connections import Connections
 from dynamoth_user.machine.events import CloseConnection, Deliver, DeliverGap, SendFrame, Served
-from dynamoth_user.machine.machine import NORMAL, UserMachine
+from dynamoth_user.machine.machine import UserMachine
+from dynamoth_user.machine.migration import NORMAL, Migration
 from dynamoth_user.machine.records import Connection, Role, UserSubscription
 
 # pyright: reportPrivateUsage=false
@@ -20,25 +23,25 @@ def _on_data(change: Callable[[UserMachine, UserSubscription, Data], list[Any] |
     """Let ``change`` see each logged publication first; what it returns is done instead, unless that is None."""
     on_data = UserMachine._on_data
 
-    def changed(self: UserMachine, connection: Connection, frame: Data, now: float) -> list[Any]:
+    def changed(self: UserMachine, connection: Connection, frame: Data) -> list[Any]:
         subscription = self.subscriptions.get(frame.s)
         if subscription is not None and frame.o is not None and subscription.received is not None:
             actions = change(self, subscription, frame)
             if actions is not None:
                 return actions
-        return on_data(self, connection, frame, now)
+        return on_data(self, connection, frame)
 
     return replaced(UserMachine, _on_data=changed)
 
 
 def _without_gaps(name: str) -> AbstractContextManager[None]:
-    """Change a method of the user's machine so that it reports no gap."""
-    method = getattr(UserMachine, name)
+    """Change a method of migrations so that it reports no gap."""
+    method = getattr(Migration, name)
 
-    def report_nothing(self: UserMachine, *arguments: Any) -> list[Any]:
+    def report_nothing(self: Migration, *arguments: Any) -> list[Any]:
         return [action for action in method(self, *arguments) if not isinstance(action, DeliverGap)]
 
-    return replaced(UserMachine, **{name: report_nothing})
+    return replaced(Migration, **{name: report_nothing})
 
 
 # Positions.
@@ -93,7 +96,7 @@ def copies_are_delivered() -> AbstractContextManager[None]:
 
 def live_copies_are_delivered() -> AbstractContextManager[None]:
     """A user does not look at the numbers of live publications."""
-    return replaced(UserMachine, _is_copy=staticmethod(returning(False)))
+    return replaced(live, _is_copy=returning(False))
 
 
 def holes_are_not_seen() -> AbstractContextManager[None]:
@@ -112,7 +115,7 @@ def holes_are_not_seen() -> AbstractContextManager[None]:
 
 def silence_is_not_noticed() -> AbstractContextManager[None]:
     """A user waits for a broker from which nothing comes."""
-    return replaced(UserMachine, _watch=no_actions)
+    return replaced(Connections, _watch=no_actions)
 
 
 def lost_connections_leave_no_gap() -> AbstractContextManager[None]:
@@ -142,53 +145,53 @@ def users_leave_early() -> AbstractContextManager[None]:
             return actions
         old.role, connection.role = Role.LEAVING, Role.SERVING
         served = Served(connection.broker, connection.url, moved=True)
-        return [*actions, SendFrame(old.number, Leave()), served, *self._publish_unsent()]
+        return [*actions, SendFrame(old.number, Leave()), served, *self._publications.send_waiting()]
 
     return replaced(UserMachine, _on_connected=leave)
 
 
 def nothing_is_held() -> AbstractContextManager[None]:
     """A user hands out at once what comes from the new broker."""
-    return replaced(UserMachine, _is_new=returning(False))
+    return replaced(Connections, is_new=returning(False))
 
 
 def old_connections_are_closed_at_once() -> AbstractContextManager[None]:
     """A user closes the old connection at ``bye``, though a publication waits for its answer there."""
 
-    def close(self: UserMachine, now: float) -> list[Any]:
-        old = self._of_role(Role.LEAVING)
-        if old is None or not old.has_said_bye or any(each.held for each in self.subscriptions.values()):
+    def close(self: Migration) -> list[Any]:
+        old = self._connections.of_role(Role.LEAVING)
+        if old is None or not old.has_said_bye or any(each.held for each in self._subscriptions.values()):
             return []
-        del self.connections[old.number]
-        return [CloseConnection(old.number, NORMAL, "moved"), *self._fail_publications(old.number, "moved")]
+        del self._connections.by_number[old.number]
+        return [CloseConnection(old.number, NORMAL, "moved"), *self._publications.fail(old.number, "moved")]
 
-    return replaced(UserMachine, _close_old_if_done=close)
+    return replaced(Migration, close_old_if_done=close)
 
 
 def loss_of_the_old_broker_is_not_reported() -> AbstractContextManager[None]:
     """A user reports no gap when the old broker is lost before ``bye``."""
-    return _without_gaps("_old_is_gone")
+    return _without_gaps("old_is_gone")
 
 
 def loss_during_a_move_is_not_reported() -> AbstractContextManager[None]:
     """A user reports no gap when the old broker is lost before ``moved_in``."""
-    return _without_gaps("_promote")
+    return _without_gaps("promote")
 
 
 def deadlines_are_ignored() -> AbstractContextManager[None]:
     """A user waits for a new broker for ever."""
-    return replaced(UserMachine, _give_up_move=no_actions)
+    return replaced(Migration, _give_up=no_actions)
 
 
 def one_target_is_tried() -> AbstractContextManager[None]:
     """A user tries the first broker of a ``move`` only."""
-    try_next_target = UserMachine._try_next_target
+    try_next_target = Migration.try_next_target
 
-    def stay(self: UserMachine, now: float) -> list[Any]:
+    def stay(self: Migration, now: float) -> list[Any]:
         self._targets = ()
         return try_next_target(self, now)
 
-    return replaced(UserMachine, _try_next_target=stay)
+    return replaced(Migration, try_next_target=stay)
 
 
 CHECKS_OF_USERS: tuple[Check, ...] = (
