@@ -1,23 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import socket
 from dataclasses import replace
-from typing import Any
 
 import msgpack
 import pytest
 
-from dynamoth.errors import ConfigError
-from dynamoth_broker.process import accept, websocket
-from dynamoth_broker.process.accept import KEEPALIVE_S, UNSENT_KERNEL_BYTES, USER_TIMEOUT_S
+from dynamoth_broker.process import websocket
 from dynamoth_broker.process.frames import Frame
 from dynamoth_broker.process.transport import (
-    HARD_BOUND_RATIO,
-    TransportOptions,
     UserConnection,
     broadcast,
     prepare,
@@ -25,11 +19,8 @@ from dynamoth_broker.process.transport import (
 from dynamoth_broker.process.websocket import (
     FRAGMENTS_MAX,
     LINGERING_BYTES_MAX,
-    READ_BYTES,
     REASON_BYTES_MAX,
-    REQUEST_BYTES_MAX,
     WebSocketConnection,
-    WebSocketServer,
 )
 from tests.broker.transport_users import (
     BINARY,
@@ -41,11 +32,9 @@ from tests.broker.transport_users import (
     PONG,
     SHORT,
     TEXT,
-    Recorder,
     Run,
     masked,
     raw_user,
-    request,
     run,
     serving,
     until,
@@ -140,6 +129,31 @@ def test_all_users_of_an_encoding_get_the_same_bytes(run: Run, monkeypatch: pyte
     run(main())
 
 
+def test_a_write_that_fails_ends_only_that_connection(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = WebSocketConnection.write
+
+    async def main() -> None:
+        async with serving() as (server, recorder), user(server.port) as first, user(server.port) as second:
+            await recorder.until("opened", 2)
+
+            def fail(self: WebSocketConnection, data: bytes) -> None:
+                if self is recorder.connections[0]:
+                    raise RuntimeError("the handle is closed")
+                write(self, data)
+
+            monkeypatch.setattr(WebSocketConnection, "write", fail)
+            broadcast(recorder.connections, prepare({}))
+            frames = await asyncio.gather(first.frame(), second.frame(), return_exceptions=True)
+            assert (TEXT, b"{}") in frames
+            await recorder.until("closed")
+
+    with caplog.at_level(logging.ERROR, "dynamoth.broker"):
+        run(main())
+    assert "the handle is closed" in caplog.text
+
+
 def test_fragments_and_pings_between_them(run: Run) -> None:
     async def main() -> None:
         async with serving() as (server, recorder), user(server.port) as raw:
@@ -154,25 +168,48 @@ def test_fragments_and_pings_between_them(run: Run) -> None:
     run(main())
 
 
-def test_a_connection_has_a_parser_only_within_a_message(run: Run) -> None:
-    async def main() -> None:
-        async with serving() as (server, recorder), user(server.port) as first, user(server.port) as second:
-            await recorder.until("opened", 2)
-            kept = [each for each in recorder.connections if isinstance(each, WebSocketConnection)]
-            assert [each.parses for each in kept] == [False, False]
-            whole = [masked(TEXT, text({"number": number})) for number in range(2)]
-            for raw, data in zip((first, second), whole, strict=True):
-                raw.write(data[:9])
-            await until(lambda: [each.parses for each in kept] == [True, True])
-            for raw, data in zip((second, first), reversed(whole), strict=True):
-                raw.write(data[9:])
-            await recorder.until("received", 2)
-            assert [each.parses for each in kept] == [False, False]
-            assert sorted(frame["number"] for frame in recorder.received_frames) == [0, 1]
-            first.send(TEXT, b'{"a":', fin=False)
-            await until(lambda: sorted(each.parses for each in kept) == [False, True])
+def parses(conn: WebSocketConnection) -> bool:
+    return conn.parses
 
-    run(main())
+
+@pytest.mark.parametrize("length", [0, 30, 126, 65536 - 10])
+def test_a_connection_has_a_parser_only_within_a_message(length: int) -> None:
+    async def main() -> None:
+        async with serving() as (server, recorder), user(server.port) as slow:
+            await recorder.until("opened")
+            async with user(server.port) as other:
+                await recorder.until("opened", 2)
+                first, second = (each for each in recorder.connections if isinstance(each, WebSocketConnection))
+                message = masked(TEXT, b'{"a":1}' + b" " * length)
+                header = len(message) - length - 7
+                # Wherever a message is cut, its parser is nobody else's until the rest comes.
+                for count, cut in enumerate([*range(1, header + 3), len(message) - 1], 1):
+                    assert not parses(first)
+                    slow.write(message[:cut])
+                    await until(lambda: parses(first))
+                    other.write(masked(TEXT, b'{"b":2}'))
+                    await recorder.until("received", 2 * count - 1)
+                    assert parses(first) and not parses(second)
+                    slow.write(message[cut:])
+                    await recorder.until("received", 2 * count)
+                    assert recorder.received_frames[-2:] == [{"b": 2}, {"a": 1}]
+                slow.send(TEXT, b'{"a":', fin=False)
+                await until(lambda: parses(first))
+                slow.send(CONTINUATION, b"1}")
+                await until(lambda: not parses(first))
+
+    asyncio.run(main())
+
+
+def test_lengths_in_more_bytes_than_they_need_harm_nobody() -> None:
+    async def main() -> None:
+        async with serving() as (server, recorder), user(server.port) as odd, user(server.port) as other:
+            for count in range(1, 4):
+                odd.write(b"\x81\xfe\0\x02" + bytes(4) + b"{}" + b"\x81\xff" + bytes(7) + b"\x02" + bytes(4) + b"{}")
+                other.send(TEXT, b"{}")
+                await recorder.until("received", 3 * count)
+
+    asyncio.run(main())
 
 
 # Messages that break the protocol.
@@ -270,34 +307,6 @@ def test_who_goes_on_sending_100_mb_is_cut_off(run: Run) -> None:
     run(main())
 
 
-def test_who_breaks_the_protocol_and_reads_slowly_still_finds_out_why(run: Run) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        async with serving() as (server, recorder), asyncio.timeout(PATIENCE_S):
-            with socket.socket() as slow:
-                slow.setblocking(False)
-                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-                await loop.sock_connect(slow, ("127.0.0.1", server.port))
-                await loop.sock_sendall(slow, request())
-                await recorder.until("opened")
-                (conn,) = recorder.connections
-                while not conn.unsent_bytes:  # the kernel takes the first ones
-                    conn.send(prepare({"d": "x" * 16_000}))
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0)
-                broken = bytes([0x81, 0xFF]) + HUGE.to_bytes(8, "big") + b"\0" * 4 + b"x" * 2 * READ_BYTES
-                await loop.sock_sendall(slow, broken)
-                received = b""
-                # A socket that is closed with bytes that nobody has read resets the connection, and they are lost.
-                while chunk := await loop.sock_recv(slow, 1024):
-                    received += chunk
-                    await asyncio.sleep(0)
-            assert b"\x03\xf1" in received[-200:], "close code 1009"
-            await recorder.until("closed")
-
-    run(main())
-
-
 def test_a_flood_of_messages_does_not_hold_up_others(run: Run) -> None:
     async def main() -> None:
         async with serving(replace(OPTIONS, frames_per_s=1000)) as (server, recorder), user(server.port) as other:
@@ -312,94 +321,6 @@ def test_a_flood_of_messages_does_not_hold_up_others(run: Run) -> None:
                 assert len(recorder.received_frames) < 3000
                 before = len(recorder.received_frames)
                 await recorder.until("received", before + 1)  # it goes on, slowly
-
-    run(main())
-
-
-# Handshakes.
-
-
-REFUSED = {
-    "no subprotocol": (request("/connect", None), 400),
-    "an unknown subprotocol": (request("/connect", "dynamoth.v2.json, graphql-ws"), 400),
-    "a foreign origin": (request("/connect", "dynamoth.v1.json", "Origin: https://example.com"), 403),
-    "an origin that begins like ours": (
-        request("/connect", "dynamoth.v1.json", "Origin: https://example.org.example.com"),
-        403,
-    ),
-    "the origin of a local file": (request("/connect", "dynamoth.v1.json", "Origin: null"), 403),
-    "two origins": (
-        request("/connect", "dynamoth.v1.json", "Origin: https://example.org", "Origin: https://example.com"),
-        400,
-    ),
-    "another path": (request("/"), 404),
-    "a path below": (request("/connect/1"), 404),
-    "plain HTTP": (b"GET /connect HTTP/1.1\r\nHost: localhost\r\n\r\n", 426),
-    "another method": (request().replace(b"GET", b"PUT"), 405),
-    "an old version": (request().replace(b"Version: 13", b"Version: 8"), 400),
-    "no key": (request().replace(b"-Key: ", b"-Kex: "), 400),
-    "a long line": (request("/connect", "dynamoth.v1.json", "Cookie: " + "x" * 9_000), 431),
-    "many headers": (request("/connect", "dynamoth.v1.json", *["X: y"] * 200), 431),
-    "a long request": (request("/connect", "dynamoth.v1.json", *["X: " + "y" * 8_000] * 3), 431),
-    "a message before the answer": (request() + masked(TEXT, b"{}"), 400),
-}
-
-
-@pytest.mark.parametrize(("data", "status"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused_handshakes(data: bytes, status: int) -> None:
-    async def main() -> None:
-        async with serving() as (server, recorder), raw_user(server.port) as raw:
-            raw.write(data)
-            assert (await raw.head()).startswith(f"HTTP/1.1 {status} ")
-            await raw.end()
-            assert recorder.events == []
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("headers", [(), ("Origin: https://example.org",)])
-@pytest.mark.parametrize("path", ["/connect", "/connect?a=b"])
-def test_accepted_handshakes(path: str, headers: tuple[str, ...]) -> None:
-    async def main() -> None:
-        async with serving() as (server, recorder), raw_user(server.port) as raw:
-            offered = "graphql-ws, dynamoth.v1.msgpack, dynamoth.v1.json"
-            compression = "Sec-WebSocket-Extensions: permessage-deflate; client_max_window_bits"
-            raw.write(request(path, offered, compression, *headers))
-            head = await raw.head()
-            assert "101 Switching Protocols" in head
-            assert "Sec-WebSocket-Protocol: dynamoth.v1.msgpack\r\n" in head
-            assert "Extensions" not in head, "compression is never negotiated"
-            await recorder.until("opened")
-
-    asyncio.run(main())
-
-
-def test_bytes_that_are_no_request_end_the_connection(run: Run) -> None:
-    async def main() -> None:
-        async with serving() as (server, recorder):
-            for data in (b"\x16\x03\x01\x02\x00" + b"\r\n" * 10, b"hello\r\n", b"x" * (REQUEST_BYTES_MAX + 1)):
-                async with raw_user(server.port) as raw:
-                    raw.write(data)
-                    await raw.end()
-            assert recorder.events == []
-
-    run(main())
-
-
-def test_a_slow_handshake_is_cut_off(run: Run) -> None:
-    async def main() -> None:
-        async with serving(SHORT) as (server, recorder), raw_user(server.port) as silent, raw_user(server.port) as slow:
-            slow.write(request()[:-2])
-            await asyncio.gather(silent.end(), slow.end())
-            assert recorder.events == [] and not server.connections
-            async with user(server.port) as raw:
-                loop = asyncio.get_running_loop()
-                await recorder.until("opened")
-                timed_out = loop.create_future()
-                loop.call_later(2 * SHORT.handshake_timeout_s, timed_out.set_result, None)
-                await timed_out
-                raw.send(TEXT, b"{}")
-                await recorder.until("received")  # who has finished has no such bound
 
     run(main())
 
@@ -475,29 +396,6 @@ def test_a_peer_that_does_not_answer_the_close_is_aborted(run: Run) -> None:
     run(main())
 
 
-def test_a_peer_that_does_not_read_the_close_is_aborted(run: Run) -> None:
-    async def main() -> None:
-        async with serving(SHORT) as (server, recorder), user(server.port):
-            await recorder.until("opened")
-            (conn,) = recorder.connections
-            await fill(recorder, conn)
-            conn.close(4003)
-            await recorder.until("closed")
-
-    run(main())
-
-
-def test_a_peer_that_has_finished_sending_and_does_not_read_is_aborted(run: Run) -> None:
-    async def main() -> None:
-        async with serving(SHORT) as (server, recorder), user(server.port) as raw:
-            await recorder.until("opened")
-            await fill(recorder, recorder.connections[0])
-            raw.writer.write_eof()
-            await recorder.until("closed")
-
-    run(main())
-
-
 def test_a_peer_that_has_finished_sending_is_gone(run: Run) -> None:
     async def main() -> None:
         async with serving() as (server, recorder), user(server.port) as raw:
@@ -533,155 +431,6 @@ def test_abort_drops_what_is_queued(run: Run) -> None:
             assert await raw.reader.read() == b""
 
     run(main())
-
-
-# Slow readers.
-
-
-SLOW = replace(SHORT, unsent_bytes_max=256 * 1024, close_timeout_s=PATIENCE_S)
-
-
-async def fill(recorder: Recorder, conn: UserConnection) -> int:
-    """Send to a user who does not read until that is noticed, and return how many frames that took."""
-    frame, sent = prepare({"d": "x" * 16_000}), 0
-    async with asyncio.timeout(PATIENCE_S):
-        while "overflowed" not in recorder.kinds:
-            conn.send(frame)
-            sent += 1
-            await asyncio.sleep(0)
-    return sent
-
-
-def test_a_reader_that_never_reads_is_reported_once_until_it_reads(run: Run) -> None:
-    async def main() -> None:
-        async with serving(SLOW) as (server, recorder), user(server.port) as slow, user(server.port) as other:
-            await recorder.until("opened", 2)
-            conn, fine = recorder.connections
-            sent = await fill(recorder, conn)
-            assert SLOW.unsent_bytes_max < conn.unsent_bytes <= SLOW.unsent_bytes_max + 3 * 16_100
-            for _ in range(3):
-                conn.send(prepare({}))
-                await asyncio.sleep(0)
-            fine.send(prepare({}))
-            assert await other.frame() == (TEXT, b"{}")
-            assert recorder.kinds == ["opened", "opened", "overflowed"]
-            for _ in range(sent):
-                await slow.frame()
-            await recorder.until("writable")
-            assert conn.unsent_bytes <= SLOW.unsent_bytes_max // 4
-            for _ in range(3):
-                assert await slow.frame() == (TEXT, b"{}")
-            await fill_again(recorder, conn)
-            assert recorder.kinds == ["opened", "opened", "overflowed", "writable", "overflowed"]
-
-    run(main())
-
-
-async def fill_again(recorder: Recorder, conn: UserConnection) -> None:
-    recorder.events[2] = ("was overflowed", None)
-    await fill(recorder, conn)
-    recorder.events[2] = ("overflowed", None)
-
-
-def test_a_connection_that_is_sent_far_too_much_is_aborted(run: Run) -> None:
-    async def main() -> None:
-        async with serving(SLOW) as (server, recorder), user(server.port):
-            await recorder.until("opened")
-            (conn,) = recorder.connections
-            frame, highest = prepare({"d": "x" * 16_000}), 0
-            async with asyncio.timeout(PATIENCE_S):
-                while "closed" not in recorder.kinds:
-                    conn.send(frame)
-                    highest = max(highest, conn.unsent_bytes)
-                    await asyncio.sleep(0)
-            assert recorder.kinds == ["opened", "overflowed", "closed"]
-            assert highest <= HARD_BOUND_RATIO * SLOW.unsent_bytes_max + 3 * 16_100
-
-    run(main())
-
-
-def test_who_does_not_read_gets_no_pongs(run: Run) -> None:
-    async def main() -> None:
-        async with serving(SLOW) as (server, recorder), user(server.port) as raw:
-            await recorder.until("opened")
-            (conn,) = recorder.connections
-            await fill(recorder, conn)
-            before = conn.unsent_bytes
-            raw.write(masked(PING, b"x" * 125) * 10 + masked(TEXT, b"{}"))
-            await recorder.until("received")
-            assert conn.unsent_bytes == before
-
-    run(main())
-
-
-# Accepting.
-
-
-def test_accepts_per_second_are_bounded(run: Run) -> None:
-    async def main() -> None:
-        async with serving(replace(OPTIONS, accepts_per_s=50.0)) as (server, recorder):
-            loop = asyncio.get_running_loop()
-            begin = loop.time()
-
-            async def come() -> None:
-                async with user(server.port):
-                    pass
-
-            await asyncio.gather(*(come() for _ in range(30)))
-            assert recorder.kinds.count("opened") == 30
-            assert loop.time() - begin >= 0.4  # a burst of 5, then 25 at 50 per second
-
-    run(main())
-
-
-def test_accepted_sockets_find_out_about_dead_peers(run: Run) -> None:
-    async def main() -> None:
-        async with serving() as (server, recorder), user(server.port):
-            await recorder.until("opened")
-            (conn,) = server.connections
-            accepted = conn.get_extra_info("socket")
-            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            wanted = {
-                socket.TCP_KEEPIDLE: KEEPALIVE_S,
-                socket.TCP_USER_TIMEOUT: USER_TIMEOUT_S * 1000,
-                socket.TCP_NOTSENT_LOWAT: UNSENT_KERNEL_BYTES,
-                socket.TCP_NODELAY: 1,
-            }
-            assert {each: accepted.getsockopt(socket.IPPROTO_TCP, each) for each in wanted} == wanted
-
-    run(main())
-
-
-def test_without_file_descriptors_users_wait(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(accept, "OUT_OF_FILES_PAUSE_S", 0.05)
-    accept_one, failures = socket.socket.accept, iter([errno.EMFILE, errno.ENFILE])
-
-    def scarce(listening: socket.socket) -> tuple[socket.socket, Any]:
-        code = next(failures, None)
-        if code is not None:
-            raise OSError(code, "none left")
-        return accept_one(listening)
-
-    async def main() -> None:
-        async with serving() as (server, recorder):
-            monkeypatch.setattr(socket.socket, "accept", scarce)
-            async with user(server.port):
-                await recorder.until("opened")
-
-    with caplog.at_level(logging.ERROR, "dynamoth.broker"):
-        run(main())
-    assert caplog.text.count("none left") == 2
-
-
-def test_a_taken_port_is_an_error_of_the_configuration() -> None:
-    async def main() -> None:
-        async with serving() as (server, _):
-            with pytest.raises(ConfigError, match="choose another"):
-                WebSocketServer.start(Recorder(), "127.0.0.1", server.port, TransportOptions())
-
-    asyncio.run(main())
 
 
 def test_closing_the_server_ends_everything(run: Run) -> None:

@@ -26,34 +26,23 @@ import asyncio
 import logging
 import ssl
 from collections import deque
-from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 from http import HTTPStatus
 from typing import Any, Final, cast
 
-from websockets.datastructures import MultipleValuesError
-from websockets.exceptions import NegotiationError
 from websockets.frames import Close, CloseCode, Opcode
 from websockets.frames import Frame as WebSocketFrame
 from websockets.http11 import Request, Response
 from websockets.protocol import Protocol as Parser
 from websockets.protocol import Side
 from websockets.protocol import State as ParserState
-from websockets.server import ServerProtocol
-from websockets.typing import Subprotocol
 
 from dynamoth.errors import MalformedMessage
 from dynamoth_broker.process.accept import Acceptor
 from dynamoth_broker.process.frames import Encoding, parse_json, parse_msgpack
+from dynamoth_broker.process.handshake import JSON, REQUEST_BYTES_MAX, Handshake
 from dynamoth_broker.process.transport import HARD_BOUND_RATIO, Listener, Prepared, TransportOptions, UserConnection
-
-PATH = "/connect"
-
-JSON = Subprotocol("dynamoth.v1.json")
-MSGPACK = Subprotocol("dynamoth.v1.msgpack")
-
-REQUEST_BYTES_MAX = 16 * 1024
-"""Bound of the request of a handshake; browsers send less than 1 KB, and cookies of the site up to 8 KB."""
 
 READ_BYTES = 8 * 1024
 """Bytes read from one user at a time. The smallest frame has 6 bytes, so this bounds the work: 10 ms at the worst."""
@@ -101,20 +90,6 @@ class _Partial:
     def add(self, frame: WebSocketFrame) -> None:
         self.data += frame.data
         self.count += 1
-
-
-class _Handshake(ServerProtocol):
-    """Parses a request, and chooses what the client likes best of what both know."""
-
-    def __init__(self, frame_bytes_max: int) -> None:
-        super().__init__(subprotocols=[JSON, MSGPACK], max_size=frame_bytes_max, logger=_parser_log)
-
-    def select_subprotocol(self, subprotocols: Sequence[Subprotocol]) -> Subprotocol | None:
-        """Return the first that is known. Raises NegotiationError if there is none, which is answered with 400."""
-        for each in subprotocols:
-            if each in (JSON, MSGPACK):
-                return each
-        raise NegotiationError(f"the subprotocol is {JSON} or {MSGPACK}")
 
 
 class WebSocketServer:
@@ -207,7 +182,11 @@ class WebSocketServer:
                 continue
             if queued != shared:
                 shared, joined = queued, queued[0] if len(queued) == 1 else b"".join(queued)
-            connection.write(joined)
+            try:
+                connection.write(joined)
+            except Exception:  # the others must not wait because of this one
+                _log.exception("a connection of a user ends")
+                connection.abort()
         if self._unflushed:
             self.loop.call_soon(self._flush)
 
@@ -228,6 +207,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         "_state",
         "_timer",
         "_transport",
+        "_unparsed_bytes",
     )
 
     def __init__(self, server: WebSocketServer) -> None:
@@ -237,6 +217,9 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         self._transport: asyncio.Transport | None = None
         #: Only while a message or the handshake is incomplete.
         self._parser: Parser | None = None
+        #: Of the bytes that this parser was given, those of incomplete frames. If the client has written a length in
+        #: more bytes than it needs, it is higher, and the connection keeps its parser.
+        self._unparsed_bytes = 0
         self._partial: _Partial | None = None
         self._is_text = True
         #: Frames for the next flush, or None: then this connection is not among those to be flushed.
@@ -397,9 +380,9 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
 
     def _shake_hands(self, data: bytes) -> None:
         if self._parser is None:
-            self._parser = _Handshake(self._server.options.frame_bytes_max)
+            self._parser = Handshake(self._server.options.frame_bytes_max, _parser_log)
         parser = self._parser
-        assert isinstance(parser, _Handshake)
+        assert isinstance(parser, Handshake)
         self._discarded += len(data)
         if self._discarded > REQUEST_BYTES_MAX:
             self._refuse(parser, parser.reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "Too large.\n"))
@@ -413,29 +396,17 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
             return
         request = events[0]
         assert isinstance(request, Request)
-        if len(events) > 1 or parser.reader.buffer:
+        if len(events) > 1 or not data.endswith(b"\n"):
             self._refuse(parser, parser.reject(HTTPStatus.BAD_REQUEST, "Wait for the answer before you send.\n"))
             return
-        response = self._answer(parser, request)
+        response = parser.answer(request, self._server.options.origins)
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             self._refuse(parser, response)
             return
         parser.send_response(response)
         self._open(parser)
 
-    def _answer(self, parser: ServerProtocol, request: Request) -> Response:
-        path = request.path.partition("?")[0]
-        if path != PATH:
-            return parser.reject(HTTPStatus.NOT_FOUND, f"Users connect at {PATH}.\n")
-        try:
-            origin = request.headers.get("Origin")
-        except MultipleValuesError:
-            return parser.reject(HTTPStatus.BAD_REQUEST, "More than one Origin.\n")
-        if origin is not None and origin not in self._server.options.origins:
-            return parser.reject(HTTPStatus.FORBIDDEN, "Pages of this origin may not connect.\n")
-        return parser.accept(request)
-
-    def _open(self, parser: ServerProtocol) -> None:
+    def _open(self, parser: Handshake) -> None:
         assert self._transport is not None
         self._cancel_timer()
         self._is_text = parser.subprotocol == JSON
@@ -446,7 +417,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         self._transport.writelines(parser.data_to_send())
         self._server.listener.opened(self)
 
-    def _refuse(self, parser: ServerProtocol, response: Response) -> None:
+    def _refuse(self, parser: Handshake, response: Response) -> None:
         parser.send_response(response)
         self._parser = None
         self._linger(b"".join(parser.data_to_send()))
@@ -460,18 +431,20 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
 
     def _parse(self, data: bytes) -> None:
         parser, self._parser = self._parser or self._server.borrow_parser(), None
+        self._unparsed_bytes += len(data)
         parser.receive_data(data)
         events = parser.events_received()
         answers = b"".join(parser.data_to_send())
         for each in events:
             assert isinstance(each, WebSocketFrame)
+            self._unparsed_bytes -= _bytes_at_least(each)
             self._handle(each)
         if parser.state is not ParserState.OPEN:
             self._end_as_parsed(answers, broken=parser.parser_exc is not None)
             return
         if answers and self._state is State.OPEN and not self._over:  # pongs: none for those who do not read
             self.write(answers)
-        if self._state is State.OPEN and self._partial is None and not parser.reader.buffer:
+        if self._state is State.OPEN and self._partial is None and not self._unparsed_bytes:
             self._server.give_back(parser)
         elif self._state <= State.CLOSING:
             self._parser = parser  # while closing, messages are not followed: the parser may be within one
@@ -563,7 +536,8 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         self._partial = None
         transport.write(last)
         if transport.can_write_eof():
-            transport.write_eof()
+            with suppress(OSError):  # the peer has reset the connection
+                transport.write_eof()
         self._abort_later()
 
     def _discard(self, nbytes: int) -> None:
@@ -584,6 +558,13 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _bytes_at_least(frame: WebSocketFrame) -> int:
+    """Return how many bytes ``frame`` took on its way from the client, with the shortest form of its length."""
+    payload = len(frame.data)
+    length = 0 if payload < 126 else 2 if payload < 1 << 16 else 8
+    return 2 + length + 4 + payload  # 4: the mask
 
 
 def _close_frame(code: int, reason: str) -> bytes:
