@@ -1,1 +1,62 @@
-"""The end user's client of Dynamoth's edge brokers."""
+"""The end user's client of Dynamoth's edge brokers: ``async with Client(["wss://..."]) as client: ...``.
+
+Names are imported when they are first used, so that the pure machine needs nothing but Dynamoth itself.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamoth.edge.interests import Interest
+    from dynamoth.edge.publications import Position
+    from dynamoth_user.client import Client
+    from dynamoth_user.errors import ClientFailed, PublishFailed, RefusedError, StorageError
+    from dynamoth_user.items import Gap, Item
+    from dynamoth_user.machine.events import Failed, Interrupted, Served
+    from dynamoth_user.storage import FileStorage, Storage
+    from dynamoth_user.subscription import Subscription
+
+__all__ = [
+    "Client",
+    "ClientFailed",
+    "Failed",
+    "FileStorage",
+    "Gap",
+    "Interest",
+    "Interrupted",
+    "Item",
+    "Position",
+    "PublishFailed",
+    "RefusedError",
+    "Served",
+    "Storage",
+    "StorageError",
+    "Subscription",
+]
+
+_MODULES = {
+    "Client": "dynamoth_user.client",
+    "ClientFailed": "dynamoth_user.errors",
+    "Failed": "dynamoth_user.machine.events",
+    "FileStorage": "dynamoth_user.storage",
+    "Gap": "dynamoth_user.items",
+    "Interest": "dynamoth.edge.interests",
+    "Interrupted": "dynamoth_user.machine.events",
+    "Item": "dynamoth_user.items",
+    "Position": "dynamoth.edge.publications",
+    "PublishFailed": "dynamoth_user.errors",
+    "RefusedError": "dynamoth_user.errors",
+    "Served": "dynamoth_user.machine.events",
+    "Storage": "dynamoth_user.storage",
+    "StorageError": "dynamoth_user.errors",
+    "Subscription": "dynamoth_user.subscription",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)

@@ -210,7 +210,7 @@ class UserMachine:
         if candidate is not None:
             return self._migration.promote(candidate)
         if code in FINAL_CODES or (code == TOKEN_EXPIRED and self._options.has_fixed_token):
-            return [*self._close_all(code, reason), Failed(code, reason)]
+            return [Failed(code, reason), *self._close_all(code, reason)]
         actions = self._migration.release_all(OLD_BROKER_LOST)  # of a migration before this loss
         return [*actions, Interrupted(reason, self._connections.retry(connection, now))]
 
