@@ -506,7 +506,8 @@ async def _migrations(w: World, rng: random.Random, published: Publications) -> 
             broker = replacement
             moves += 1
         await publishing
-        await w.page.wait_for(f"logged.length >= {PUBLICATIONS} && live.length >= {PUBLICATIONS}")
+        with contextlib.suppress(AssertionError):  # the test says what is missing
+            await w.page.wait_for(f"logged.length >= {PUBLICATIONS} && live.length >= {PUBLICATIONS}")
         for task in running:
             task.cancel()
     return moves
