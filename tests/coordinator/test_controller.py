@@ -71,6 +71,7 @@ def test_the_effect_is_measured_once_all_have_reported_and_nothing_more_is_moved
     cluster = ScriptedCluster(uneven(), replace(SETTINGS, slow_half_life_s=60.0))
     cluster.run(300)
     assert len(cluster.batches) == 1, "averages follow moves at once, so the old load is not moved twice"
+    assert len(cluster.records) == 3, "made, settled and measured"
     measured = cluster.records[-1].measured
     assert measured is not None and measured.ratio_max == pytest.approx(cluster.records[-1].plan.after.ratio_max)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_broker.coordinator.model import LoadModel, Standing
+from dynamoth_broker.coordinator.model import LoadModel, Standing, User
 from dynamoth_broker.coordinator.plan import Outcome
 from dynamoth_broker.coordinator.relieve import ReliefLimits, Scheme, relieve
 from dynamoth_sim.edge.published_balancing import greedy_shuffle
@@ -78,12 +79,24 @@ def test_each_move_makes_the_sorted_loads_smaller(
 
 
 @given(small_worlds(), schemes)
+def test_a_plan_ends_only_when_no_user_that_has_not_moved_improves_anything(model: LoadModel, scheme: Scheme) -> None:
+    plan = relieve(model, scheme, ANY)
+    moved = {move.user for move in plan.moves}
+    if plan.outcome is Outcome.NO_IMPROVING_MOVE:
+        check_no_move_improves(model, [user for user in model.users.values() if user.id not in moved])
+
+
+@given(small_worlds(), schemes)
 def test_a_plan_without_moves_left_is_one_that_no_single_move_improves(model: LoadModel, scheme: Scheme) -> None:
     """Looked at anew, as the next plan does, with every user free to move: by brute force."""
     while relieve(model, scheme, ANY).moves:
         pass
+    check_no_move_improves(model, model.users.values())
+
+
+def check_no_move_improves(model: LoadModel, users: Iterable[User]) -> None:
     summary = model.summary()
-    for user, target in product(model.users.values(), model.brokers.values()):
+    for user, target in product(users, model.brokers.values()):
         source = model.brokers[user.broker]
         if source.ratio > summary.ratio_mean > target.ratio and model.delta_remove(user) > 0:
             after = (target.load + model.delta_add(user.interests, target.id)) / target.capacity

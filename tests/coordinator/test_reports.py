@@ -148,8 +148,8 @@ def test_doubtful_answers_change_nothing_that_they_should_not() -> None:
     """A user whom two brokers offer, a count that is too low, a broker that is gone."""
     users = (Candidate("u", ("k",)), Candidate("v", ("k",)))
     answers = [
-        Candidates("a", users, InterestColumns(("k",), (5.0,), (1,))),
-        Candidates("b", users[:1], InterestColumns(("k",), (7.0,), (1,))),
+        Candidates("a", users, InterestColumns(("k",), (7.0,), (1,))),
+        Candidates("b", users[:1], InterestColumns(("k",), (5.0,), (1,))),
         Candidates("gone", (Candidate("w", ()),), InterestColumns()),
     ]
     totals = [Total(replace(REPORT, broker=broker, users=1), Standing.OPEN, 40.0) for broker in "ab"]

@@ -52,7 +52,7 @@ from dynamoth_broker.coordinator.fleet import Fleet
 from dynamoth_broker.coordinator.model import LoadModel, Standing, Summary
 from dynamoth_broker.coordinator.placement import Newcomer, Placement, Reservations
 from dynamoth_broker.coordinator.plan import Move, Plan
-from dynamoth_broker.coordinator.relieve import relieve
+from dynamoth_broker.coordinator.relieve import Scheme, relieve
 from dynamoth_broker.coordinator.reports import ANY_LOAD, Candidates, users_for
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
 from dynamoth_broker.coordinator.shuffle import shuffle
@@ -299,7 +299,8 @@ class Controller:
                 unbounded = replace(
                     settings.relief, moves_max=settings.shuffle_moves_max, moves_in_max=settings.shuffle_moves_max
                 )
-                relieved = relieve(model.copy(), settings.scheme, unbounded, self._is_movable)
+                # By load: it comes to nearly the same largest ratio, and takes a third of the time.
+                relieved = relieve(model.copy(), Scheme.LOAD, unbounded, self._is_movable)
                 if worth.net_gain(shuffled, users) > worth.net_gain(relieved, users):
                     return kind, shuffled
         return Kind.RELIEVE, relieve(model, settings.scheme, settings.relief, self._is_movable)
