@@ -228,7 +228,7 @@ const optional = (check) => (value) => value === undefined || value === null || 
 /** Fields of each frame that the client reads. Others are ignored. */
 const FRAME_FIELDS = {
     connected: {
-        broker: isText, alternates: optional(isURLs), ping_s: isTime, ack_s: isTime, expires_at: optional(isTime),
+        broker: isText, alternates: optional(isURLs), ping_s: isTime, ack_s: isTime, expires_in_s: optional(isTime),
     },
     subscribed: { ref: isCount, s: isKey, epoch: optional(isText), offset: optional(isCount) },
     unsubscribed: { s: isKey },
@@ -570,7 +570,7 @@ export class SessionMachine {
         connection.broker = frame.broker;
         connection.ping_s = frame.ping_s;
         connection.ack_s = frame.ack_s;
-        this.#scheduleRefresh(frame.expires_at ?? null);
+        this.#scheduleRefresh(frame.expires_in_s === undefined ? null : this.now + frame.expires_in_s);
         const is_first = connection.phase !== "connected";
         connection.phase = "connected";
         if (connection === this.#main()) this.alternates = connection.alternates;

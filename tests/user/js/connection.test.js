@@ -282,7 +282,7 @@ test("a token is refreshed before it expires", () => {
     const driver = new Driver({ has_token: true });
     driver.do("start");
     driver.do("token", { token: "t1" });
-    driver.open(1, { expires_at: driver.now + 100 });
+    driver.open(1, { expires_in_s: 100 });
     assert.deepEqual(driver.delay("token"), [70, 80]);
     assert.equal(only(driver.timer("token"), "get_token").length, 1);
     assert.deepEqual(frames(driver.do("token", { token: "t2" }), "refresh"), [{ type: "refresh", token: "t2" }]);
@@ -321,7 +321,7 @@ test("a token is asked for once at a time, and not used after its end", () => {
     const driver = new Driver({ has_token: true });
     driver.do("start");
     driver.do("token", { token: "t1" });
-    driver.open(1, { expires_at: driver.now + 100 });
+    driver.open(1, { expires_in_s: 100 });
     driver.timer("token");
     driver.wait(101);
     driver.close(1);

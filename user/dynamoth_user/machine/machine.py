@@ -369,6 +369,8 @@ class UserMachine:
         return [SendFrame(connection.number, Subscribe(subscription.wanted(ref)))]
 
     def _on_live_data(self, connection: Connection, subscription: UserSubscription, frame: Data) -> list[UserAction]:
+        if frame.p is None and connection.role is Role.CANDIDATE:
+            return []  # nobody can tell it from the copy that the old broker delivers
         had_held = bool(subscription.held)
         actions = self._live.on_data(subscription, frame, from_new=self._connections.is_new(connection))
         return [*actions, *self._migration.close_old_if_done()] if had_held else actions
