@@ -20,21 +20,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, cast
 
-<<<<<<< HEAD
-=======
-from dynamoth_broker.process.frames import Frame
-from dynamoth_broker.process.handshake import JSON
-from dynamoth_broker.process.transport import TransportOptions, UserConnection, broadcast, prepare
-from dynamoth_broker.process.websocket import WebSocketServer
->>>>>>> edge
 from websockets.asyncio.server import ServerConnection
 from websockets.asyncio.server import broadcast as websockets_broadcast
 from websockets.asyncio.server import serve as websockets_serve
 
 from bench.workers import Worker
 from dynamoth_broker.process.frames import Frame
+from dynamoth_broker.process.handshake import JSON
 from dynamoth_broker.process.transport import TransportOptions, UserConnection, broadcast, prepare
-from dynamoth_broker.process.websocket import JSON, WebSocketServer
+from dynamoth_broker.process.websocket import WebSocketServer
 from dynamoth_daemon import event_loop
 
 System = Literal["broker", "websockets"]
