@@ -207,8 +207,8 @@ class Client:
             since: where to begin, if the channel has a log. None: behind what was handled, as the storage knows it;
                 without that, from now on. ``"new"``: from now on.
 
-        If it is cancelled, there is no subscription. Raises RefusedError, ClientFailed, MalformedMessage (the name), and
-        ValueError (it is subscribed to already).
+        If it is cancelled, there is no subscription. Raises RefusedError, ClientFailed, MalformedMessage (the name),
+        and ValueError (it is subscribed to already).
         """
         return await self._subscribe(channel_interest(channel), handler, since)
 
