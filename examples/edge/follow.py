@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from contextlib import suppress
 
 from dynamoth_user import Client, Failed, FileStorage, Gap, Interrupted, Item, Served
 
@@ -56,7 +57,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with suppress(KeyboardInterrupt):
         asyncio.run(main())
-    except KeyboardInterrupt:
-        pass

@@ -471,7 +471,9 @@ async def test_tls_is_checked_against_the_given_authority_and_never_given_up(tmp
     async with scripted_broker(tls=tls) as broker, scripted_broker() as plain:
         async with client_of(broker, ssl=trusting) as client:
             peer, news = await subscribed(client, broker)
-            await peer.send(Move((plain.url,), 0, 60_000), data("news", "1", 1))
+            await peer.send(Move((plain.url, broker.url), 0, 60_000))
+            await (await broker.peer()).welcome()  # the second URL
+            await peer.send(data("news", "1", 1))
             assert await take(news, 1) == ["1"]
         assert (await peer.closed)[0] == 1000
         assert plain.peers.empty()
