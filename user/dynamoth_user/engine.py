@@ -209,10 +209,12 @@ class Engine:
             self.handle(ConnectionClosed(number, LOST, "the application has no token"))
 
     def _set_timer(self) -> None:
+        due = None if self._is_broken else self._machine.deadline()
         if self._timer is not None:
+            if self._timer.when() == due:
+                return
             self._timer.cancel()
             self._timer = None
-        due = None if self._is_broken else self._machine.deadline()
         if due is not None:
             self._timer = self._loop.call_at(due, self._tick)
 

@@ -308,7 +308,9 @@ class UserMachine:
     def _add(self, interest: Interest, since: Position | None) -> list[UserAction]:
         if interest.id in self.subscriptions:
             return []
-        subscription = self.subscriptions[interest.id] = UserSubscription(interest, since, handled=since)
+        subscription = self.subscriptions[interest.id] = UserSubscription(
+            interest, since, handled=since, acknowledged=since
+        )
         subscription.awaits_old = self._connections.of_role(Role.CANDIDATE) is not None
         return [
             SendFrame(each.number, Subscribe(subscription.wanted(self._connections.ask_for(each, interest))))
@@ -342,7 +344,7 @@ class UserMachine:
         if not subscription.is_confirmed:
             subscription.is_confirmed = True
             if subscription.received is None:
-                subscription.received = subscription.handled = position
+                subscription.received = subscription.handled = subscription.acknowledged = position
             actions.append(Confirmed(subscription.interest, position))
         elif subscription.is_live and subscription.is_interrupted:
             actions.append(DeliverGap(subscription.interest, RECONNECTED))
