@@ -103,7 +103,8 @@ class UserMachine:
         #: Failed attempts since a broker served us.
         self._attempts = 0
         self._alternates: tuple[str, ...] = ()
-        self._next_url = 0
+        #: The place of the URL that was tried last, among alternates and URLs; -1: the first one is next.
+        self._next_url = -1
         #: Publications without an answer, by ``ref``: the connection and the application's token.
         self._publishing: dict[int, tuple[int, object]] = {}
         #: Publications for a connection that is not up yet.
@@ -171,7 +172,7 @@ class UserMachine:
         if self._of_role(Role.SERVING) is not None:
             return []
         urls = (*self._alternates, *(url for url in self._options.urls if url not in self._alternates))
-        self._next_url = (self._next_url + 1) % len(urls) if self._attempts else self._next_url % len(urls)
+        self._next_url = (self._next_url + 1) % len(urls)
         return self._open(urls[self._next_url], Role.SERVING, now)
 
     def _open(self, url: str, role: Role, now: float, ticket: str | None = None) -> list[UserAction]:
@@ -313,7 +314,7 @@ class UserMachine:
         if connection.role is not Role.SERVING:
             return []
         self._attempts = 0
-        self._next_url = 0
+        self._next_url = -1
         return [Served(frame.broker, connection.url, moved=False), *self._publish_unsent()]
 
     def _refresh(self, number: int, now: float) -> list[UserAction]:
