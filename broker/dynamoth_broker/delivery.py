@@ -117,6 +117,8 @@ class Delivery:
     ) -> list[BrokerAction]:
         connection = subscription.session.connection
         self._confirm(subscription, Stage.LIVE)
+        if subscription.session.slow_since is not None:
+            self.pause(subscription)
         return [Transmit(connection, confirmation), *(Transmit(connection, frame) for frame in frames)]
 
     def _confirm(self, subscription: Subscription, stage: Stage) -> None:
@@ -167,11 +169,11 @@ class Delivery:
                 if offset == subscription.cursor + 1:
                     subscription.cursor = offset
                     actions.append(Transmit(connection, Data(interest.id, payload, offset)))
+        if subscription.session.slow_since is not None:
+            return actions  # `go_on` goes on
         if subscription.cursor >= interest.tip:
             interest.set_stage(subscription, Stage.LIVE)
             return actions
-        if subscription.session.slow_since is not None:
-            return actions  # `go_on` reads the next page
         frames = interest.recent_after(subscription.cursor)
         if frames is not None:
             interest.set_stage(subscription, Stage.LIVE)

@@ -336,17 +336,18 @@ class BrokerMachine:
             refusal: list[BrokerAction] = [Transmit(session.connection, error)]
             return [*refusal, *self._count_answer(session)] if is_of_connect else refusal
         before = session.subscriptions.get(interest.id)
+        actions: list[BrokerAction] = []
         if before is not None:
             self._end(before)
+            if is_of_connect and before.is_of_connect and before.stage is Stage.WAITING:  # it is there twice
+                actions += self._count_answer(session)
             is_of_connect = is_of_connect or before.is_of_connect
         shared = self.interests.by_id.get(interest.id)
-        actions: list[BrokerAction] = []
-        if shared is None:  # nothing is awaited between look-up and entry: two users never join twice
+        # Nothing is awaited between look-up and entry: two users never join twice. One that is being left is not used
+        # again: an answer of its log may still come.
+        if shared is None or shared.phase is Phase.LEAVING:
             shared = SharedInterest(interest, is_logged=self.is_logged(interest))
             self.interests.add(shared)
-            actions.append(SubscribeChannel(shared.channel))
-        elif shared.phase is Phase.LEAVING:
-            shared.phase = Phase.JOINING
             actions.append(SubscribeChannel(shared.channel))
         shared.idle_since = None
         subscription = Subscription(session, shared, wanted.ref, wanted.since, is_of_connect)
@@ -425,6 +426,7 @@ class BrokerMachine:
 
     def _on_failed(self, shared: SharedInterest, reason: str) -> list[BrokerAction]:
         """Refuse everybody: Redis does not let this broker subscribe."""
+        shared.phase = Phase.LEAVING  # whatever still waits for it ends here
         actions: list[BrokerAction] = []
         for subscription in (*shared.live.values(), *shared.others.values()):
             error = Error(
@@ -594,7 +596,7 @@ class BrokerMachine:
             self._to_move = deque(
                 each for each in self._open_sessions() if each.move_until is None or each.move_until < now
             )
-        self._moves_due = min(self._moves_due + self._drain_per_s * DRAIN_INTERVAL_S, self._drain_per_s)
+        self._moves_due = min(self._moves_due + self._drain_per_s * DRAIN_INTERVAL_S, max(self._drain_per_s, 1.0))
         actions: list[BrokerAction] = []
         while self._to_move and self._moves_due >= 1:
             session = self._to_move.popleft()

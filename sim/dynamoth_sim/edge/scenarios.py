@@ -327,9 +327,12 @@ def late_connect(stage: EdgeStage) -> None:
 
 
 def silent_connection(stage: EdgeStage) -> None:
-    """Nothing arrives on U's connection any more, and nobody says so: U and b1 find out by themselves."""
+    """Nothing arrives on U's connection any more, and nobody says so: U and b1 find out by themselves.
+
+    V has a connection on which nothing is published, and keeps it.
+    """
     interest = stage.edge.logged[0]
-    user = stage.user("U", interest)
+    user, quiet = stage.user("U", interest), stage.user("V", stage.edge.logged[1])
     stage.wire(user).hold()
     options = stage.edge.options
     stage.run(options.broker.ping_s + options.user.silence_s + AT_ONCE_S)
@@ -341,6 +344,7 @@ def silent_connection(stage: EdgeStage) -> None:
     first = next(iter(stage.edge.brokers.values()))
     left = [each for each in first.machine.sessions.values() if each.name == user.name]
     stage.expect("b1 has forgotten U, who is elsewhere", not left)
+    stage.expect("V has heard of b1 all the time", not quiet.machine.counters["connections_silent"])
 
 
 def live_connection_lost(stage: EdgeStage) -> None:
