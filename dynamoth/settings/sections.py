@@ -445,7 +445,8 @@ class MigrationSettings:
 
     connection_bytes_per_s: float = setting(
         64.0,
-        "a user counts as this load besides its interests, in bytes/s; 0: users without interests are free",
+        "a user counts as this load besides its interests; 0: users without interests are free",
+        unit="bytes/s",
         minimum=0,
     )
     ratio_accept: float = setting(
