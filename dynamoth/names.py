@@ -1,7 +1,8 @@
 """The names of Dynamoth's own channels and keys: one reserved prefix, with a part for each role that sends there.
 
 Who sends a message shows in the channel's name, so that the ACL of Redis decides who may send it: clients send on
-``client:`` and ``forward:``, agents on ``agent:``, the balancer on ``balancer:``, operators on ``operator:request``.
+``client:`` and ``forward:``, agents on ``agent:``, the balancer on ``balancer:``, edge brokers on ``broker:``, their
+coordinator on ``coordinator:``, operators on ``operator:request`` and ``operator:broker``.
 ``inbox:`` is what clients listen to, ``operator:inbox:`` what operators do, ``recorder:`` is for recorders. A name that
 is made of an application's channel ends with that channel, behind a prefix of fixed length: so one ACL pattern covers
 exactly the names of the channels that the application may use. ``dynamoth acl`` prints the rules.
@@ -43,6 +44,17 @@ RECORDER_FAILING_CHANNEL = RECORDER_PREFIX + b"failing"
 """Nobody sends here. Its NUMSUB is the number of recorders that cannot write their recording."""
 OPERATOR_CHANNEL = RESERVED_PREFIX + b"operator:request"
 """Operators send requests to the balancer, which subscribes to it at every server."""
+OPERATOR_EDGE_CHANNEL = RESERVED_PREFIX + b"operator:broker"
+"""Operators send requests to edge brokers and coordinators, which subscribe to it at every server."""
+COORDINATOR_CHANNEL = RESERVED_PREFIX + b"broker:to-coordinator"
+"""Edge brokers send reports and answers to the coordinator. Only coordinators subscribe to it, at every server: its
+NUMSUB is their number."""
+BROKERS_CHANNEL = RESERVED_PREFIX + b"coordinator:to-brokers"
+"""The coordinator sends to all edge brokers, which subscribe to it at every server."""
+BROKER_PREFIX = RESERVED_PREFIX + b"coordinator:to-broker:"
+"""Prefix of the id of an edge broker: the coordinator sends to this one."""
+COORDINATOR_LEASE_KEY = RESERVED_PREFIX + b"coordinator"
+"""String at every server: which coordinator of edge brokers is at work. Expires by itself."""
 ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"client:announce"
 """Subscribers tell the agent of a server which channels they have joined and left there."""
 
@@ -91,8 +103,13 @@ def probe_channel(recorder: int) -> bytes:
     return RECORDER_PREFIX + b"%016x" % recorder
 
 
+def broker_channel(broker: str) -> bytes:
+    """Return the channel on which the coordinator sends to one edge broker."""
+    return BROKER_PREFIX + broker.encode()
+
+
 def operator_inbox(request: int) -> bytes:
-    """Return the channel on which the balancer answers one request of an operator."""
+    """Return the channel on which balancer, brokers and coordinators answer one request of an operator."""
     return OPERATOR_INBOX_PREFIX + b"%016x" % request
 
 

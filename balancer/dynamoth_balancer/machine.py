@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any, assert_never
 
 from dynamoth.errors import ConfigError, MalformedMessage, RequestRefused
+from dynamoth.machine import lease
 from dynamoth.machine.events import (
     Connect,
     LinkDown,
@@ -38,7 +39,8 @@ from dynamoth.machine.events import (
     Tick,
     earliest,
 )
-from dynamoth.names import BALANCER_CHANNEL, OPERATOR_CHANNEL
+from dynamoth.machine.lease import Lease, LeaseNames
+from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY, OPERATOR_CHANNEL
 from dynamoth.plan.plan import Assignment, Plan, Server
 from dynamoth.plan.slots import is_slot
 from dynamoth.protocol.control import AdminRequest, unpack_control
@@ -75,14 +77,13 @@ from dynamoth_balancer.events import (
     Shutdown,
     TransitionsSettled,
 )
-from dynamoth_balancer.install import candidate, contention, copies, lease, leaver, listeners, resumption, takeover
+from dynamoth_balancer.install import candidate, contention, copies, leaver, listeners, resumption, takeover
 from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.hearing import Hearing
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.leadership import Leadership, Stage
-from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.quorum import Quorum
@@ -98,6 +99,8 @@ TICK_INTERVAL_S = 0.1
 plan are (``PROBE_INTERVAL_S``)."""
 
 CONNECTED = "connected to a server"
+
+LEASE = LeaseNames(BALANCER_LEASE_KEY, BALANCER_CHANNEL, "balancer")
 
 FOR_OTHERS = frozenset({candidate.TAG, leaver.TAG, copies.TAG, lease.TAG, contention.TAG})
 """The tags of replies that count also from servers that are not in the plan, as they come or go."""
@@ -141,7 +144,7 @@ class BalancerMachine:
         self._servers = Servers(servers)
         #: Its stage, and what it reads or installs plans with.
         self.leadership = Leadership()
-        self._lease = Lease(ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
+        self._lease = Lease(LEASE, ids, incarnation, self.options.lease_s, self.options.lease_renew_s)
         patience_s = self.options.lease_s + self.options.lease_renew_s
         self._contention = Contention(
             self._lease, self._servers.listed, self._servers.down, patience_s, standby=self.options.standby

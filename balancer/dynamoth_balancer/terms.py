@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dynamoth.errors import AlreadyRunning, ConfigError, RequestRefused
+from dynamoth.machine.lease import Lease
 from dynamoth.plan.plan import Plan
 from dynamoth_balancer.events import InnerAction, Note, PlanChanged, Stopped
 from dynamoth_balancer.install.agents import Agents
@@ -17,7 +18,6 @@ from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.installer import Installer
 from dynamoth_balancer.install.leadership import Leadership, Stage
-from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.quorum import Quorum
 from dynamoth_balancer.install.recovery import Conflict

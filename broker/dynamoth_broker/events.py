@@ -181,6 +181,13 @@ class EndDrain:
 
 
 @dataclass(slots=True)
+class ResourcesMeasured:
+    """Event: the highest use of any resource but traffic: the processor's, for example. 1 is all of it."""
+
+    ratio: float
+
+
+@dataclass(slots=True)
 class Stop:
     """Event: close every connection, so that users connect elsewhere."""
 
@@ -188,7 +195,7 @@ class Stop:
 BrokerEvent = (
     LinkEvent | Opened | Received | Refreshed | Closed | Overflowed | Writable | ChannelConfirmed | ChannelEnded
     | ChannelFailed | Publications | ChannelGap | BarrierPassed | MessagePublished | MoveSession
-    | Drain | EndDrain | Stop
+    | Drain | EndDrain | ResourcesMeasured | Stop
 )  # fmt: skip
 
 
@@ -258,9 +265,17 @@ class LogLinkChanged:
     reason: str | None
 
 
+@dataclass(slots=True)
+class ControlLinkChanged:
+    """Action: coordinators can be reached through a server (``reason`` None), or not. For the log of the process."""
+
+    link: str
+    reason: str | None
+
+
 BrokerAction = (
     LinkAction | Transmit | Broadcast | CloseConnection | SubscribeChannel | UnsubscribeChannel | RaiseBarrier
-    | PublishMessage | LogLinkChanged
+    | PublishMessage | LogLinkChanged | ControlLinkChanged
 )  # fmt: skip
 
 
@@ -270,6 +285,10 @@ class BrokerOptions(SessionSettings):
 
     #: The name of this broker, in reports and in ``connected``.
     id: str
+    #: Where users reach it; empty where the coordinator can send nobody.
+    url: str = ""
+    #: Servers through which coordinators and operators are spoken to, by id; empty: there are none.
+    control: dict[str, str] = field(default_factory=dict[str, str])
     #: Log servers, by id.
     logs: dict[str, str] = field(default_factory=dict[str, str])
     #: Patterns of the channels that are logged.

@@ -44,12 +44,14 @@ class SharedInterest:
 
     __slots__ = (
         "_live_list",
+        "arrived_bytes",
         "channel",
         "epoch",
         "idle_since",
         "interest",
         "is_logged",
         "is_reading",
+        "joined_at",
         "live",
         "others",
         "pending",
@@ -59,12 +61,15 @@ class SharedInterest:
         "tip",
     )
 
-    def __init__(self, interest: Interest, *, is_logged: bool) -> None:
+    def __init__(self, interest: Interest, *, is_logged: bool, joined_at: float = 0.0) -> None:
         """Begin without subscriptions."""
         self.interest = interest
         self.is_logged = is_logged
         self.channel = interest.log_channel if is_logged else interest.name.encode()
         self.phase = Phase.JOINING
+        self.joined_at = joined_at
+        #: Bytes that have come since they were counted last.
+        self.arrived_bytes = 0
         #: The life of the log, and the last offset that went to the LIVE subscriptions.
         self.epoch = 0
         self.tip = 0

@@ -45,6 +45,7 @@ from dynamoth.globs import compile_glob
 from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, RepliedAll, Start, Tick
 from dynamoth.machine.timers import Timers
 from dynamoth.names import RESERVED_PREFIX
+from dynamoth_broker.control import Control
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import (
     FULL,
@@ -77,6 +78,7 @@ from dynamoth_broker.events import (
     RaiseBarrier,
     Received,
     Refreshed,
+    ResourcesMeasured,
     Stop,
     SubscribeChannel,
     Transmit,
@@ -110,6 +112,7 @@ class BrokerMachine:
         self._delivery = Delivery(options, self._logs, self._timers, self.counters)
         self.interests = InterestTable()
         self.sessions: dict[ConnectionId, Session] = {}
+        self.control = Control(self, options, incarnation, self._timers, self.counters)
         #: The connection of each session, the newest one.
         self._by_key: dict[tuple[str, str], Session] = {}
         self._history = [compile_glob(pattern.encode()) for pattern in options.history]
@@ -167,11 +170,14 @@ class BrokerMachine:
                 return result
             case MoveSession(connection, to, ticket):
                 session = self.sessions.get(connection)
-                return [] if session is None else self._move(session, to, ticket, now)
+                return [] if session is None else self.move(session, to, now, ticket)
             case Drain(rate):
-                return self._on_drain(rate, now)
+                return self.drain(rate, now)
             case EndDrain():
-                self._to_move = None
+                self.end_drain()
+                return []
+            case ResourcesMeasured(ratio):
+                self.control.resource_ratio = ratio
                 return []
             case Stop():
                 self._is_stopping = True
@@ -179,9 +185,25 @@ class BrokerMachine:
             case Start():
                 self._timers.add(now + self._options.tip_check_s, self._check_tips)
                 self._timers.add(now + self._keep_alive_s, self._keep_alive)
-                return self._logs.start()
+                return [*self._logs.start(), *self.control.start(now)]
             case Tick():
                 return self._timers.run_due(now)
+            case LinkUp() | LinkDown() | Replied() | Pushed() | RepliedAll():
+                return self._on_link(event, now)
+            case _:
+                assert_never(event)
+
+    def _on_link(self, event: LinkUp | LinkDown | Replied | Pushed | RepliedAll, now: float) -> list[BrokerAction]:
+        is_control = self.control.owns(event.link)
+        match event:
+            case LinkUp() if is_control:
+                return self.control.on_up(event.link)
+            case LinkDown() if is_control:
+                return self.control.on_down(event)
+            case Replied() if is_control:
+                return self.control.on_reply(event, now)
+            case Pushed() if is_control:
+                return self.control.on_pushes(event, now)
             case LinkUp():
                 return self._logs.on_up(event)
             case LinkDown():
@@ -190,8 +212,6 @@ class BrokerMachine:
                 return self._logs.on_reply(event, now)
             case Pushed() | RepliedAll():
                 return []  # nothing is subscribed to on links of logs
-            case _:
-                assert_never(event)
 
     def _account(self) -> list[BrokerAction]:
         """Note which subscriptions were answered and refused; say ``moved_in`` to users with the last answer."""
@@ -220,6 +240,15 @@ class BrokerMachine:
         return self._to_move is not None
 
     @property
+    def is_admitting(self) -> bool:
+        """Whether users who connect are taken."""
+        return not self._is_stopping and not self.is_draining and len(self.sessions) < self._options.sessions_max
+
+    def session_of(self, user: str, name: str) -> Session | None:
+        """Return the newest connection of a session; None where there is none."""
+        return self._by_key.get((user, name))
+
+    @property
     def logs(self) -> Logs:
         """The log servers."""
         return self._logs
@@ -229,7 +258,7 @@ class BrokerMachine:
 
     def _on_opened(self, event: Opened, now: float) -> list[BrokerAction]:
         connection, connect = event.connection, event.connect
-        session = Session(connection, connect.session, event.grant, connect.generation, now)
+        session = Session(connection, connect.session, event.grant, connect.generation, now, now)
         self.sessions[connection] = session
         if refusal := self._why_not_admitted(session, connect):
             code, reason, error = refusal
@@ -242,7 +271,8 @@ class BrokerMachine:
             actions.append(self._close(earlier, TAKEN_OVER, "a newer connection of this session is here"))
         options = self._options
         expires_in_s = None if event.grant.expires_at is None else max(0.0, event.grant.expires_at - now)
-        connected = Connected(session.name, options.id, options.alternates, options.ping_s, options.ack_s, expires_in_s)
+        alternates = self.control.alternates(now)
+        connected = Connected(session.name, options.id, alternates, options.ping_s, options.ack_s, expires_in_s)
         actions.append(Transmit(connection, connected))
         self._pings.append((now + options.ping_s, session))
         if event.grant.expires_at is not None:
@@ -272,6 +302,7 @@ class BrokerMachine:
             self._end(subscription)
         if self._by_key.get(session.key) is session:
             del self._by_key[session.key]
+        self.control.on_closed(session, self._now)
         return CloseConnection(session.connection, code, reason)
 
     def _on_closed(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
@@ -346,7 +377,7 @@ class BrokerMachine:
         # Nothing is awaited between look-up and entry: two users never join twice. One that is being left is not used
         # again: an answer of its log may still come.
         if shared is None or shared.phase is Phase.LEAVING:
-            shared = SharedInterest(interest, is_logged=self.is_logged(interest))
+            shared = SharedInterest(interest, is_logged=self.is_logged(interest), joined_at=now)
             self.interests.add(shared)
             actions.append(SubscribeChannel(shared.channel))
         shared.idle_since = None
@@ -401,6 +432,7 @@ class BrokerMachine:
         for channel, payload in messages:
             shared = by_channel.get(channel)
             if shared is not None:
+                shared.arrived_bytes += len(payload)
                 actions += delivery.on_publication(shared, payload, now)
         return actions
 
@@ -526,7 +558,8 @@ class BrokerMachine:
 
     # Migration.
 
-    def _move(self, session: Session, to: tuple[str, ...], ticket: str | None, now: float) -> list[BrokerAction]:
+    def move(self, session: Session, to: tuple[str, ...], now: float, ticket: str | None = None) -> list[BrokerAction]:
+        """Ask a user to move to the first of these URLs that serves it."""
         if session.is_closed or session.barriers is not None or not to:
             return []
         options = self._options
@@ -540,6 +573,7 @@ class BrokerMachine:
         if session.barriers is not None:
             return []
         self.counters["moves_done"] += 1
+        self.control.on_left(session, now)
         self._timers.add(now + self._options.grace_s, self._end_of_grace, session)
         live = [each.interest.channel for each in session.subscriptions.values() if not each.interest.is_logged]
         channels = session.barriers = dict.fromkeys(live)
@@ -579,13 +613,18 @@ class BrokerMachine:
 
     # Drain.
 
-    def _on_drain(self, rate: float, now: float) -> list[BrokerAction]:
+    def drain(self, rate: float, now: float) -> list[BrokerAction]:
+        """Move users away, so many per second, and take no more."""
         self._drain_per_s = max(rate, 0.1)
         if self._to_move is None:
             self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
         self._to_move = deque(self._open_sessions())
         self._moves_due = 0.0
         return []
+
+    def end_drain(self) -> None:
+        """Take users again; those who were not asked to move yet stay."""
+        self._to_move = None
 
     def _drain_on(self, now: float) -> Sequence[BrokerAction]:
         """Ask as many users to move as may be asked now; ask again those who have not moved in time."""
@@ -602,12 +641,12 @@ class BrokerMachine:
             session = self._to_move.popleft()
             if not session.is_closed and session.barriers is None:
                 self._moves_due -= 1
-                actions += self._move(session, self._alternates(), None, now)
+                actions += self.move(session, self._alternates(now), now)
         return actions
 
-    def _alternates(self) -> tuple[str, ...]:
+    def _alternates(self, now: float) -> tuple[str, ...]:
         """Return the other brokers, beginning with another one each time."""
-        urls = self._options.alternates
+        urls = self.control.alternates(now)
         if not urls:
             return ()
         self._next_alternate = (self._next_alternate + 1) % len(urls)

@@ -57,6 +57,8 @@ class Session:
     generation: int
     #: When a frame of the user came last.
     heard_at: float
+    #: When its connection was opened.
+    opened_at: float = 0.0
     #: By interest id.
     subscriptions: dict[str, Subscription] = field(default_factory=dict[str, Subscription])
     #: How many subscriptions of its ``connect`` are not answered; 0 when ``moved_in`` was sent.

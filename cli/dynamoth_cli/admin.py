@@ -78,15 +78,17 @@ class Refused:
 
 
 class AdminMachine:
-    """Asks the balancer one thing, through one server, until it is answered.
+    """Asks one thing, through one server, until it is answered.
 
     Args:
         url: the server.
         request: with a number that nobody else uses.
+        channel: where those listen who answer: the balancer, or edge brokers and coordinators.
     """
 
-    def __init__(self, url: str, request: AdminRequest) -> None:
+    def __init__(self, url: str, request: AdminRequest, channel: bytes = OPERATOR_CHANNEL) -> None:
         self._url = url
+        self._channel = channel
         self._inbox = operator_inbox(request.request)
         self._number = request.request
         self._packed = pack_control(request)
@@ -134,7 +136,7 @@ class AdminMachine:
 
     def _ask(self, now: float) -> list[Any]:
         self._repeat_at = now + REPEAT_INTERVAL_S
-        return [Send("server", (b"PUBLISH", OPERATOR_CHANNEL, self._packed), "publish")]
+        return [Send("server", (b"PUBLISH", self._channel, self._packed), "publish")]
 
     def _read(self, data: bytes) -> AdminReply | None:
         """Read an answer; anybody can write into our inbox."""

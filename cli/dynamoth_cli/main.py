@@ -56,7 +56,12 @@ COMMANDS = {
     "up": Command("dynamoth_cli.commands.up", "start a whole cluster on this machine, for development", "cli"),
     "agent": Command("dynamoth_cli.commands.agent", "run the agent of one Redis server", "agent"),
     "balancer": Command("dynamoth_cli.commands.balancer", "run the balancer of a cluster", "balancer"),
-    "broker": Command("dynamoth_cli.commands.broker", "run an edge broker, which serves end users", "broker"),
+    "broker": Command(
+        "dynamoth_cli.commands.broker", "run an edge broker, which serves end users; drain one, move a user", "broker"
+    ),
+    "coordinator": Command(
+        "dynamoth_cli.commands.coordinator", "run the coordinator, which moves users between brokers by load", "broker"
+    ),
     "status": Command("dynamoth_cli.commands.status", "show servers, agents, load and balancer", "cli"),
     "plan": Command("dynamoth_cli.commands.plan", "show, move and replicate channels; compatibility rules"),
     "explain": Command("dynamoth_cli.commands.explain", "why a channel is where it is, and what a server carries"),

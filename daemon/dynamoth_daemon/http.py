@@ -10,7 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Self
 
 from dynamoth.errors import ConfigError
@@ -41,6 +43,9 @@ class HttpAnswer:
 HttpHandler = Callable[[], HttpAnswer]
 """Answers a path. If it raises, that is logged and the answer is 500."""
 
+HttpQuery = Callable[[str], HttpAnswer]
+"""Answers a path with what stands behind its ``?``, as it came. If it raises, as for ``HttpHandler``."""
+
 
 def health() -> HttpAnswer:
     """Answer /healthz: a process that answers is alive."""
@@ -57,21 +62,28 @@ def readiness(why_not: str | None) -> HttpAnswer:
 class HttpServer:
     """Serves some paths. Made by :meth:`start`; ends with :meth:`close`."""
 
-    def __init__(self, paths: Mapping[str, HttpHandler]) -> None:
+    def __init__(self, paths: Mapping[str, HttpHandler], queries: Mapping[str, HttpQuery]) -> None:
         self._paths = paths
+        self._queries = queries
         self._server: asyncio.Server | None = None
         #: One task per connection, at most ``CONNECTIONS_MAX``, oldest first.
         self._connections: dict[asyncio.Task[None], None] = {}
 
     @classmethod
-    async def start(cls, host: str, port: int, paths: Mapping[str, HttpHandler]) -> Self:
+    async def start(
+        cls,
+        host: str,
+        port: int,
+        paths: Mapping[str, HttpHandler],
+        queries: Mapping[str, HttpQuery] = MappingProxyType({}),
+    ) -> Self:
         """Listen at ``host`` and ``port`` (0: any that is free, see :attr:`port`).
 
         Raises:
             ConfigError: the address cannot be listened at.
 
         """
-        self = cls(paths)
+        self = cls(paths, queries)
         try:
             self._server = await asyncio.start_server(self._accept, host, port, limit=REQUEST_BYTES_MAX)
         except (OSError, OverflowError) as error:
@@ -140,12 +152,15 @@ class HttpServer:
             return _fault(HTTPStatus.BAD_REQUEST), True
         if words[0] not in ("GET", "HEAD"):
             return _fault(HTTPStatus.METHOD_NOT_ALLOWED), True
-        return self._look_up(words[1].partition("?")[0]), words[0] == "GET"
+        path, _, query = words[1].partition("?")
+        return self._look_up(path, query), words[0] == "GET"
 
-    def _look_up(self, path: str) -> HttpAnswer:
+    def _look_up(self, path: str, query: str) -> HttpAnswer:
         handler = self._paths.get(path)
+        if handler is None and path in self._queries:
+            handler = partial(self._queries[path], query)
         if handler is None:
-            known = ", ".join(self._paths)
+            known = ", ".join([*self._paths, *self._queries])
             return HttpAnswer(HTTPStatus.NOT_FOUND, f"no such path; there are {known}\n".encode())
         try:
             return handler()

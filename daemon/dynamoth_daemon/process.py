@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from dynamoth.machine.events import Machine, OnPushes, Start
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED
-from dynamoth_daemon.http import HttpAnswer, HttpServer, health, readiness
+from dynamoth_daemon.http import HttpAnswer, HttpQuery, HttpServer, health, readiness
 from dynamoth_daemon.logs import DaemonLog
 from dynamoth_link.driver import Driver
 from dynamoth_link.errors import MachineCrashed
@@ -112,6 +112,10 @@ class DaemonProcess(ABC, Generic[_Action]):
     def describe(self) -> dict[str, Any]:
         """Return the fields of the log entry that the daemon has started."""
 
+    def queries(self) -> Mapping[str, HttpQuery]:
+        """Return further paths of its HTTP, that take a query."""
+        return {}
+
     def shut_down(self) -> None:
         """End in an orderly way, after ``stop`` was set; at once where the machine needs no time for that."""
         self.end()
@@ -140,7 +144,7 @@ class DaemonProcess(ABC, Generic[_Action]):
             return HttpAnswer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
 
         paths: dict[str, Callable[[], HttpAnswer]] = {"/metrics": metrics, "/healthz": health, "/readyz": self._ready}
-        return await HttpServer.start(self._http.http_host, self._http.http_port, paths)
+        return await HttpServer.start(self._http.http_host, self._http.http_port, paths, self.queries())
 
     def _ready(self) -> HttpAnswer:
         is_ending = self._stop.is_set() or self._ended.is_set()

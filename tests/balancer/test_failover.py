@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from dynamoth.machine import lease
 from dynamoth.machine.events import Send, Tick
 from dynamoth.plan.plan import Assignment, Mode, Phase, single
 from dynamoth.plan.slots import SLOTS
 from dynamoth_balancer.decide.model import ClusterModel
-from dynamoth_balancer.install import lease
 from dynamoth_balancer.install.dead_servers import DeadServers
 from tests.balancer.cluster import NO_DECISIONS, started
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.machine.lease import TAG, Lease
 from dynamoth.names import BALANCER_LEASE_KEY, PLAN_KEY
 from dynamoth.plan.plan import Plan, Server
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.copies import PlanCopy
-from dynamoth_balancer.install.lease import TAG, Lease
+from dynamoth_balancer.machine import LEASE
 from tests.balancer.cluster import BALANCER, SimCluster
 
 SERVERS = ["s1", "s2", "s3", "s4"]
@@ -25,7 +26,7 @@ class Contender:
     """A balancer that wants the lease, with commands on their way to servers of which it reaches some sooner."""
 
     def __init__(self, cluster: SimCluster, incarnation: int, nearest_first: list[str]) -> None:
-        self.lease = Lease(SERVERS, incarnation, 5.0, 1.0)
+        self.lease = Lease(LEASE, SERVERS, incarnation, 5.0, 1.0)
         #: How many balancers are connected.
         self.balancers = 2
         self._cluster = cluster

@@ -41,7 +41,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 NO_STATE = {
     "agent": "a daemon: its log is JSON",
     "balancer": "a daemon: its log is JSON",
-    "broker": "a daemon: its log is JSON",
+    "coordinator": "a daemon: its log is JSON",
     "record": "a daemon: it writes Parquet files",
     "acl": "it prints what Redis is configured with",
     "report": "it writes tables, as Parquet files",
@@ -56,7 +56,7 @@ def _help(*command: str) -> Iterator[tuple[tuple[str, ...], str]]:
     printed = io.StringIO()
     with redirect_stdout(printed), pytest.raises(SystemExit):
         main([*command, "--help"])
-    subcommands = re.search(r"\{([\w,-]+)\}\s\.\.\.", printed.getvalue())
+    subcommands = re.search(r"\{([\w,-]+)\}\s+\.\.\.", printed.getvalue())
     if subcommands is None:
         yield command, printed.getvalue()
         return

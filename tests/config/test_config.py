@@ -17,7 +17,7 @@ from dynamoth.errors import ConfigError
 from dynamoth.settings.load import ConfigText, FlagValue, LoadedConfig, declared_settings, format_config, load_config
 from dynamoth.settings.sections import Config
 
-SECTIONS = ("cluster", "link", "agent", "balancer", "log")
+SECTIONS = ("cluster", "link", "agent", "balancer", "broker", "coordinator", "log")
 NOTHING: Mapping[str, str] = MappingProxyType({})
 HUGE = "0x" + 9000 * "f"
 """More digits than Python writes."""
@@ -107,6 +107,7 @@ HAVE_TESTS_OF_THEIR_OWN = {
     "link.tls_key_file",
     "balancer.load_ratio_safe",
     "balancer.replicate_keep_ratio",
+    "coordinator.margin_ratio",
 }
 
 
@@ -130,6 +131,8 @@ def test_a_ratio_has_an_upper_bound_too() -> None:
     loaded = from_toml("[balancer]\nreplicate_keep_ratio = 1\n")
     assert loaded.config.balancer.replicate_keep_ratio == 1.0
     assert "more than 0 up to 1 expected, not 1.1" in refusal("[balancer]\nreplicate_keep_ratio = 1.1\n")
+    assert from_toml("[coordinator]\nmargin_ratio = 0.5\n").config.coordinator.margin_ratio == 0.5
+    assert "from 0 to 1 expected, not 1.1" in refusal("[coordinator]\nmargin_ratio = 1.1\n")
 
 
 def test_names_are_unambiguous() -> None:
@@ -143,7 +146,9 @@ def test_every_setting_says_what_it_means() -> None:
     for declared in declared_settings().values():
         assert declared.setting.meaning in declared.help
         assert declared.variable in declared.help
-        if declared.name.endswith("_s"):
+        if declared.name.endswith("_per_s"):
+            assert declared.setting.unit.endswith("/s"), f"{declared.key} has no unit"
+        elif declared.name.endswith("_s"):
             assert declared.setting.unit == "s", f"{declared.key} has no unit"
 
 

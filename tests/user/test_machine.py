@@ -55,7 +55,8 @@ from dynamoth_user.machine.events import (
     TokenReady,
     UserOptions,
 )
-from dynamoth_user.machine.machine import FINAL_CODES, NORMAL, UserMachine
+from dynamoth_user.machine.machine import FINAL_CODES, UserMachine
+from dynamoth_user.machine.migration import NORMAL
 from tests.machines.helpers import Subject, only
 
 EPOCH, LATER_EPOCH, LAST_EPOCH = 0xA, 0xB, 0xC

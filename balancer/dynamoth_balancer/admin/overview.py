@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dynamoth.machine.lease import Lease
 from dynamoth.plan.plan import Plan
 from dynamoth_balancer.admin.compatibility import describe_rules
 from dynamoth_balancer.admin.health import Health, View, start_agent
@@ -17,7 +18,6 @@ from dynamoth_balancer.install.agents import Agents
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers
 from dynamoth_balancer.install.leadership import Leadership, Stage
-from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.listeners import Listeners
 from dynamoth_balancer.install.quorum import CURE, Quorum
 from dynamoth_balancer.install.servers import Servers

@@ -11,10 +11,10 @@ from typing import Any
 
 from dynamoth.errors import AlreadyRunning, MalformedMessage
 from dynamoth.machine.events import ErrorReply, Send
+from dynamoth.machine.lease import Lease
 from dynamoth.plan.plan import Plan, Server
 from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_balancer.events import Note
-from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.recovery import Copy, listing_of
 
 NOTED_AFTER_S = 0.5

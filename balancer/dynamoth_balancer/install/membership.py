@@ -21,6 +21,7 @@ from typing import Any
 
 from dynamoth.errors import RequestRefused
 from dynamoth.machine.events import Connect, Disconnect, Send
+from dynamoth.machine.lease import Lease
 from dynamoth.names import SERVER_ID, SERVER_ID_WORDS, in_quotes
 from dynamoth.plan.administration import Administration
 from dynamoth.plan.plan import Server
@@ -29,7 +30,6 @@ from dynamoth_balancer.events import InnerAction
 from dynamoth_balancer.install import candidate
 from dynamoth_balancer.install.candidate import Candidate
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.leaver import Leaver
 from dynamoth_balancer.install.orders import Order
 from dynamoth_balancer.install.quorum import Quorum

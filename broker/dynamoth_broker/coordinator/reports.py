@@ -13,66 +13,16 @@ from dataclasses import dataclass
 from heapq import nlargest
 from math import inf
 
+from dynamoth.edge.control import INTERESTS_MAX as INTERESTS_MAX
+from dynamoth.edge.control import USER_LOAD_CLASSES as USER_LOAD_CLASSES
+from dynamoth.edge.control import BrokerReport as BrokerReport
+from dynamoth.edge.control import Candidate as Candidate
+from dynamoth.edge.control import Candidates as Candidates
+from dynamoth.edge.control import InterestColumns as InterestColumns
 from dynamoth_broker.coordinator.model import LoadModel, Standing
-
-INTERESTS_MAX = 1000
-"""Bound of the interests that a report names: 34 bytes each, so that a report stays below 64 KiB."""
 
 ANY_LOAD = inf
 """The load to ask for where a broker should offer as many candidates as it may."""
-
-USER_LOAD_CLASSES = 48
-"""Classes of user loads by powers of two; the last has all from 140 TB/s on."""
-
-
-@dataclass(frozen=True, slots=True)
-class InterestColumns:
-    """Interests of a broker: ids, rates in bytes/s, and numbers of users there, in the same order."""
-
-    ids: tuple[str, ...] = ()
-    rates: tuple[float, ...] = ()
-    users: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerReport:
-    """What a broker says of itself, every ``report_s``."""
-
-    broker: str
-    #: What counts as all of its load, in bytes/s; more than 0.
-    capacity_bytes_per_s: float
-    #: F_j and I_j, in bytes/s.
-    load_bytes_per_s: float
-    inbound_bytes_per_s: float
-    users: int
-    #: The highest use of any other resource: CPU, connections, buffered bytes. 0: they are unused, or unknown.
-    other_ratio_max: float = 0.0
-    #: Whether it takes new users.
-    is_admitting: bool = True
-    #: Whether it is being emptied.
-    is_draining: bool = False
-    location: tuple[float, float] | None = None
-    #: The interests with the highest rates, at most ``INTERESTS_MAX``.
-    interests: InterestColumns = InterestColumns()
-    #: How many users have an own load u_i in each class: below 1 byte/s, below 2, 4, 8 ... See ``user_load_class``.
-    user_loads: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A user who may move."""
-
-    user: str
-    interests: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The answer of a broker: some of its users, and all interests of theirs."""
-
-    broker: str
-    users: tuple[Candidate, ...]
-    interests: InterestColumns
 
 
 def user_load_class(load: float) -> int:

@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import ssl
+import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ from dynamoth_broker.events import (
     BrokerOptions,
     CloseConnection,
     Closed,
+    ControlLinkChanged,
     Drain,
     LogLinkChanged,
     Opened,
@@ -48,6 +50,7 @@ from dynamoth_broker.events import (
     RaiseBarrier,
     Received,
     Refreshed,
+    ResourcesMeasured,
     Stop,
     SubscribeChannel,
     Transmit,
@@ -72,6 +75,9 @@ CONNECT_TIMEOUT_S = 10.0
 
 LAG_INTERVAL_S = 0.5
 """The lag of the event loop is measured this often."""
+
+BUSY_WEIGHT = 0.1
+"""Weight of the latest interval in the average use of the processor: half of it is of the latest 3 s."""
 
 EVENT_ID_CHARACTERS_MAX = 16_384
 
@@ -158,6 +164,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         #: Set while no user is connected.
         self._is_empty = asyncio.Event()
         self._lag_s = 0.0
+        #: How much of the processor the event loop takes, lately.
+        self._busy_ratio = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
@@ -228,10 +236,14 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self.end()
 
     async def _measure_lag(self) -> None:
+        """Measure how late the event loop is, and how much of its processor it takes."""
         while True:
-            due = self._loop.time() + LAG_INTERVAL_S
+            began_at, busy_before_s = self._loop.time(), time.thread_time()
             await asyncio.sleep(LAG_INTERVAL_S)
-            self._lag_s = max(0.0, self._loop.time() - due)
+            elapsed_s = self._loop.time() - began_at
+            self._lag_s = max(0.0, elapsed_s - LAG_INTERVAL_S)
+            self._busy_ratio += BUSY_WEIGHT * ((time.thread_time() - busy_before_s) / elapsed_s - self._busy_ratio)
+            self._driver.handle(ResourcesMeasured(self._busy_ratio))
 
     def _on_listener_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -267,6 +279,11 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._log.write(logging.INFO, "connected to a log server", server=server, limited=True)
             case LogLinkChanged(server, reason):
                 self._log.write(logging.WARNING, "no connection to a log server; trying again", reason, server=server)
+            case ControlLinkChanged(link, None):
+                self._log.write(logging.INFO, "coordinators can reach this broker", link=link, limited=True)
+            case ControlLinkChanged(link, reason):
+                message = "coordinators cannot reach this broker through a server; trying again"
+                self._log.write(logging.WARNING, message, reason, link=link)
             case _:
                 assert_never(cast("Any", action))
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamoth import names
+from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
+from dynamoth.edge.log import LOG_PREFIX
 from dynamoth.errors import ConfigError
 from dynamoth.globs import literal_glob, matches_reserved, physical_patterns
 from dynamoth_cli.text_files import UnreadableFile, read_text_file
 
-ROLES = ("agent", "balancer", "client", "operator", "recorder")
+ROLES = ("agent", "balancer", "broker", "client", "coordinator", "operator", "recorder")
 
 REDIS_VERSIONS = ("6.2", "7", "7.2")
 """7 has selectors and read-only keys. ``client|setinfo`` came with 7.2; 7.0 refuses a rule for it, 6.2 takes any."""
@@ -42,6 +44,11 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("+subscribe", "+psubscribe", "+unsubscribe", "+punsubscribe", "+publish", "+hmget"),
         *("+pubsub|numsub", "+pubsub|channels", "+pubsub|numpat"),
     ),
+    "broker": (
+        *("+subscribe", "+unsubscribe", "+publish", "+hmget", "+pubsub|numsub", "+pubsub|channels"),
+        *("+eval", "+hset", "+hdel", "+del", "+pexpire", "+xadd", "+xrange"),
+    ),
+    "coordinator": ("+subscribe", "+publish", "+set", "+get", "+pexpire", "+del", "+pubsub|numsub"),
     "operator": ("+subscribe", "+unsubscribe", "+publish", "+hmget", "+hgetall", "+pubsub|numsub"),
     "recorder": ("+subscribe", "+psubscribe", "+unsubscribe", "+publish", "+hmget"),
 }
@@ -92,9 +99,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--aclfile", action="store_true", help="print lines for an aclfile, not ACL SETUSER commands")
     parser.add_argument("--prefix", default="dynamoth-", help="prefix of the users' names (default %(default)s)")
-    parser.add_argument(
-        "--role", choices=ROLES, nargs="+", default=list(ROLES), help="print only these (default: all five)"
-    )
+    parser.add_argument("--role", choices=ROLES, nargs="+", default=list(ROLES), help="print only these (default: all)")
     variables = PASSWORD_VARIABLE.format("<ROLE>")
     parser.add_argument(
         "--passwords",
@@ -111,9 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
     prefix: str = arguments.prefix
     if not prefix.isprintable() or any(character in " \"'" for character in prefix):
         raise ConfigError(f"--prefix {prefix!r}: the name of a user of Redis cannot hold spaces, quotes or line breaks")
-    if "client" in arguments.role and not channels:
+    if {"client", "broker"} & {*arguments.role} and not channels:
         raise ConfigError(
-            "which channels may clients use? Give --channels 'news.*' (or --role for the other roles alone)"
+            "which channels may clients, and users of brokers, use? Give --channels 'news.*' (or --role for the other"
+            " roles alone)"
         )
     passwords = read_passwords(arguments.passwords, os.environ)
     users = [make_user(role, channels, arguments.redis, prefix) for role in arguments.role]
@@ -162,11 +168,19 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
                 listens=(names.BALANCER_CHANNEL, names.OPERATOR_CHANNEL),
                 speaks=(names.AGENT_CHANNEL, names.RECORD_CHANNEL, names.OPERATOR_INBOX_PREFIX + b"*"),
             )
+        case "broker":
+            return _broker_rights(channels)
+        case "coordinator":
+            return Rights(
+                keys_written=(names.COORDINATOR_LEASE_KEY,),
+                listens=(names.COORDINATOR_CHANNEL, names.OPERATOR_EDGE_CHANNEL),
+                speaks=(names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.OPERATOR_INBOX_PREFIX + b"*"),
+            )
         case "operator":
             return Rights(
                 keys_read=(names.PLAN_KEY,),
                 listens=(names.OPERATOR_INBOX_PREFIX + b"*",),
-                speaks=(names.OPERATOR_CHANNEL,),
+                speaks=(names.OPERATOR_CHANNEL, names.OPERATOR_EDGE_CHANNEL),
             )
         case "recorder":
             return Rights(
@@ -193,6 +207,18 @@ def _client_rights(channels: Sequence[bytes]) -> Rights:
             names.forward_channel(names.SHARDED_REPLICA_PREFIX + names.ANY_EPOCH + pattern),
         ]
     return Rights((names.PLAN_KEY,), (), tuple(dict.fromkeys(both)), tuple(listens), tuple(speaks))
+
+
+def _broker_rights(channels: Sequence[bytes]) -> Rights:
+    """Return the rights of a broker: those of a client, for its users and for logs, and what it says for itself."""
+    client = _client_rights([*channels, LOG_CHANNEL_PREFIX + b"*"])
+    return Rights(
+        client.keys_read,
+        (LOG_PREFIX + b"*",),
+        client.both,
+        (*client.listens, names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.OPERATOR_EDGE_CHANNEL),
+        (*client.speaks, names.COORDINATOR_CHANNEL, names.OPERATOR_INBOX_PREFIX + b"*"),
+    )
 
 
 def _check(pattern: bytes) -> None:

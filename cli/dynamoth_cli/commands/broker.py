@@ -1,4 +1,4 @@
-"""``dynamoth broker``: an edge broker, which serves end users."""
+"""``dynamoth broker``: an edge broker, which serves end users; with a command, what operators ask of brokers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import BrokerSettings, SessionSettings
 from dynamoth_broker.events import BrokerOptions
+from dynamoth_broker.process.handshake import PATH
 from dynamoth_broker.process.runtime import BrokerConfig
 from dynamoth_broker.process.runtime import run as run_broker
+from dynamoth_cli.commands.broker_orders import add_orders, run_order
 from dynamoth_cli.settings import add_settings, cluster_servers, link_options, run_daemon
 from dynamoth_client.asyncio import Redis
 from dynamoth_link.options import LinkOptions
@@ -29,10 +31,13 @@ CLIENT_NAME = "dynamoth-broker"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_settings(parser, "broker", ("cluster", "link", "broker", "log"))
+    add_orders(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until SIGINT or SIGTERM."""
+    """Run until SIGINT or SIGTERM, or carry out a command of an operator."""
+    if arguments.action is not None:
+        return run_order(arguments)
     return run_daemon(arguments, broker_config, run_broker)
 
 
@@ -49,19 +54,21 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
             " 'l1=redis://10.0.0.1:6379 l2=redis://10.0.0.2:6379'"
         )
     link = link_options(loaded, CLIENT_NAME, tuple(logs.values()))
+    servers = cluster_servers(loaded)
     options = BrokerOptions(
         **values_of(SessionSettings, broker),
         id=broker.id,
+        url=_url(loaded),
+        control={server.id: server.url for server in servers},
         logs={id_: address.url() for id_, address in logs.items()},
         history=history,
         log=LogOptions(broker.retained_min, broker.log_ttl_s, broker.log_durable),
         alternates=_alternates(loaded),
     )
-    servers = [parse_server_url(server.url) for server in cluster_servers(loaded)]
     return BrokerConfig(
         **values_of(BrokerSettings, broker),
         options=options,
-        make_client=partial(_client, servers, link, loaded),
+        make_client=partial(_client, [parse_server_url(server.url) for server in servers], link, loaded),
         link=link,
         tls=_tls(loaded),
     )
@@ -80,11 +87,27 @@ def _logs(loaded: LoadedConfig) -> dict[str, ServerAddress]:
     return logs
 
 
+def _url(loaded: LoadedConfig) -> str:
+    """Return where users reach this broker; empty where nobody knows."""
+    broker = loaded.config.broker
+    if broker.url:
+        _check_url(loaded, "broker.url", broker.url)
+        return broker.url
+    if not broker.port or broker.host in ("", "0.0.0.0", "::", "*"):
+        return ""
+    host = f"[{broker.host}]" if ":" in broker.host else broker.host
+    return f"{'wss' if broker.tls_cert_file else 'ws'}://{host}:{broker.port}{PATH}"
+
+
+def _check_url(loaded: LoadedConfig, key: str, url: str) -> None:
+    if urlsplit(url).scheme not in ("ws", "wss") or not urlsplit(url).hostname:
+        raise loaded.fault(key, url, "URLs of brokers (wss://HOST/connect)")
+
+
 def _alternates(loaded: LoadedConfig) -> tuple[str, ...]:
     urls = tuple(loaded.config.broker.alternates.split())
     for url in urls:
-        if urlsplit(url).scheme not in ("ws", "wss") or not urlsplit(url).hostname:
-            raise loaded.fault("broker.alternates", url, "URLs of brokers (wss://HOST/connect)")
+        _check_url(loaded, "broker.alternates", url)
     return urls
 
 

@@ -321,6 +321,10 @@ class LocalCluster:
         """Return a further agent of a server, for the caller to start and to stop."""
         return self._agent(server)
 
+    def beside(self, name: str, command: str, *arguments: str) -> Child:
+        """Return another daemon with the configuration of the cluster, for the caller to start and to stop."""
+        return self._daemon(name, command, *arguments)
+
     def standby_agent(self, url: str) -> Child:
         """Return the agent of a standby server, for the caller to start and to stop."""
         return self._daemon(f"agent of {url}", "agent", "--standby", url)

@@ -17,6 +17,7 @@ from dynamoth_broker.events import (
     ChannelGap,
     CloseConnection,
     Closed,
+    ControlLinkChanged,
     Grant,
     LogLinkChanged,
     MessagePublished,
@@ -200,7 +201,7 @@ class BrokerApp:
                 number = next(self._numbers)
                 self._tokens[number] = token
                 self._publisher.handle(Publish(number, channel, payload))
-            case LogLinkChanged():
+            case LogLinkChanged() | ControlLinkChanged():
                 pass
             case _:
                 raise AssertionError(f"not an action of a broker: {action!r}")

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from dynamoth.machine import lease
 from dynamoth.machine.events import CommandPart
 from dynamoth_agent import guard
 from dynamoth_balancer import repair
 from dynamoth_balancer.decide import failover
 from dynamoth_balancer.events import Note
-from dynamoth_balancer.install import copies, lease
+from dynamoth_balancer.install import copies
 from dynamoth_balancer.install.book import PlanBook
 from dynamoth_balancer.install.contention import Contention
 from dynamoth_balancer.install.dead_servers import DeadServers

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from dynamoth.errors import RequestRefused
+from dynamoth.machine.lease import Lease
 from dynamoth_balancer.admin.overview import Overview
 from dynamoth_balancer.admin.status import describe_server
 from dynamoth_balancer.decide.cluster import Cluster, Move
 from dynamoth_balancer.decide.spread import Spread
 from dynamoth_balancer.install.installer import Installer
-from dynamoth_balancer.install.lease import Lease
 from dynamoth_balancer.install.membership import Membership
 from dynamoth_balancer.install.takeover import Takeover
 from dynamoth_balancer.machine import BalancerMachine

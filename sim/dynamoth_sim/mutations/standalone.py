@@ -9,9 +9,9 @@ from typing import Any
 import dynamoth_balancer.install.copies
 import dynamoth_balancer.install.takeover
 from dynamoth.machine.events import Send
+from dynamoth.machine.lease import Lease
 from dynamoth.plan.plan import Plan
 from dynamoth_balancer.install.book import PlanBook
-from dynamoth_balancer.install.lease import Lease
 from dynamoth_client.machines import standalone
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.standalone import AloneServer

@@ -1,9 +1,10 @@
-"""Decides which balancer may lead: a lease at the majority of the servers.
+"""Decides which of several processes may lead, balancers for example: a lease at the majority of the servers.
 
 Theory of operation
 -------------------
-The lease is one key at each server that holds the balancer's incarnation and expires by itself. The balancer that holds
-it at more than half of the servers of the plan may change the plan, so there is at most one.
+The lease is one key at each server that holds the process's incarnation and expires by itself. The balancer that holds
+it at more than half of the servers of the plan may change the plan, so there is at most one. Coordinators of brokers
+have a lease of their own; this text says "balancer" for both.
 
 Taking it is ``SET NX PX``, followed by ``GET``: the reply of ``GET`` decides. Servers are taken in the order of their
 list. Without the majority, a key is kept only while all servers before it are ours or down: so of two
@@ -36,7 +37,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamoth.machine.events import Send
-from dynamoth.names import BALANCER_CHANNEL, BALANCER_LEASE_KEY
 
 CLOCK_DRIFT_RATIO = 0.1
 """How much faster than ours a server's clock may run: far more than any does, and a tenth of the lease is cheap."""
@@ -45,6 +45,18 @@ FREE_RENEWALS = 2
 """With another balancer connected, a key is free after it has been absent for this many renewals."""
 
 TAG = "lease"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseNames:
+    """What a kind of process has for its lease."""
+
+    #: The key of the lease.
+    key: bytes
+    #: A channel that exactly the processes of this kind subscribe to: its NUMSUB is their number.
+    channel: bytes
+    #: What such a process is called in texts for people.
+    holder: str
 
 
 @dataclass(slots=True)
@@ -80,8 +92,11 @@ class _Term:
 class Lease:
     """Gets and keeps the lease. The owner executes the actions, and checks :meth:`is_held` before each of its own."""
 
-    def __init__(self, servers: Sequence[str], incarnation: int, lease_s: float, renew_s: float) -> None:
-        """Make a lease for a balancer process. ``incarnation`` is new with each start."""
+    def __init__(
+        self, names: LeaseNames, servers: Sequence[str], incarnation: int, lease_s: float, renew_s: float
+    ) -> None:
+        """Make a lease for a process. ``incarnation`` is new with each start."""
+        self._names = names
         self._value = b"%d" % incarnation
         self._lease_s = lease_s
         self._renew_s = renew_s
@@ -128,7 +143,8 @@ class Lease:
         term = self._terms.get(server)
         if term is None or term.other is None:
             return "it has not answered" if term is None or not term.problem else term.problem
-        return "another balancer holds it there, as that server belongs to another cluster, or did a moment ago"
+        holder = self._names.holder
+        return f"another {holder} holds it there, as that server belongs to another cluster, or did a moment ago"
 
     def vote(self, voters: Sequence[str]) -> None:
         """Count these servers from now on."""
@@ -141,7 +157,7 @@ class Lease:
         term = self._terms.pop(server, None)
         if term is None or not term.up or term.held_until == -math.inf:
             return []
-        return [Send(server, (b"DEL", BALANCER_LEASE_KEY), (TAG, "released"))]
+        return [Send(server, (b"DEL", self._names.key), (TAG, "released"))]
 
     def others(self) -> dict[str, str]:
         """Return, per server where another balancer holds the lease, that one's incarnation."""
@@ -225,17 +241,17 @@ class Lease:
         lease_ms = round(self._lease_s * 1000)
         if term.ours:
             return [
-                Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, lease_ms), (TAG, "prolonged")),
-                Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "renewed")),
+                Send(server, (b"PEXPIRE", self._names.key, lease_ms), (TAG, "prolonged")),
+                Send(server, (b"GET", self._names.key), (TAG, "renewed")),
             ]
         if self._may_take(term, now):
             return [
-                Send(server, (b"SET", BALANCER_LEASE_KEY, self._value, b"NX", b"PX", lease_ms), (TAG, "set")),
-                Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "taken")),
+                Send(server, (b"SET", self._names.key, self._value, b"NX", b"PX", lease_ms), (TAG, "set")),
+                Send(server, (b"GET", self._names.key), (TAG, "taken")),
             ]
         return [
-            Send(server, (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL), (TAG, "balancers")),
-            Send(server, (b"GET", BALANCER_LEASE_KEY), (TAG, "looked")),
+            Send(server, (b"PUBSUB", b"NUMSUB", self._names.channel), (TAG, "balancers")),
+            Send(server, (b"GET", self._names.key), (TAG, "looked")),
         ]
 
     def _may_take(self, term: _Term, now: float) -> bool:
@@ -271,7 +287,7 @@ class Lease:
             term.other, term.other_since = other, now
         term.other_until = sent_at
         if isinstance(value, bytes) and not value.isdigit():
-            term.problem = f"the key {BALANCER_LEASE_KEY.decode()} holds no lease: {value[:20]!r}"
+            term.problem = f"the key {self._names.key.decode()} holds no lease: {value[:20]!r}"
         if value is None:
             return self._on_absence(term, what, now)
         term.free_since = math.inf
@@ -300,7 +316,7 @@ class Lease:
         if not (is_text or is_other_type or self._is_left(term, now)) or now < term.expires_at + self._lease_s:
             return []
         term.expires_at = now + self._lease_s
-        return [Send(server, (b"PEXPIRE", BALANCER_LEASE_KEY, round(self._lease_s * 1000)))]
+        return [Send(server, (b"PEXPIRE", self._names.key, round(self._lease_s * 1000)))]
 
     def _is_left(self, term: _Term, now: float) -> bool:
         """Return whether another balancer has left a lease that does not end."""
@@ -310,7 +326,7 @@ class Lease:
     def release(self, now: float) -> list[Send]:
         """Give the lease back wherever it is surely ours; no command follows after this."""
         sends = [
-            Send(server, (b"DEL", BALANCER_LEASE_KEY), (TAG, "released"))
+            Send(server, (b"DEL", self._names.key), (TAG, "released"))
             for server, term in self._terms.items()
             if term.up and term.held_until > now
         ]

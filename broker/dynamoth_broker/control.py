@@ -1,0 +1,465 @@
+"""The part of a broker that speaks with coordinators and operators. Without them, everything else goes on.
+
+Theory of operation
+-------------------
+There is a link ``control:<id>`` to each server of the configuration. The broker listens at all of them, and sends each
+message through two that are up, others each time: so a message arrives although one server is out of reach of one end,
+and a cluster of many servers does not carry many copies. Receivers drop copies by incarnation and number.
+
+A report goes out every ``report_s``. Candidates are chosen from the present state when they are asked for. A user who
+is to move is asked as for a drain; the coordinator learns how that ended, for several users at once. While a
+coordinator says where users can go, that replaces the configured alternates, for ``OPEN_BROKERS_S`` at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dynamoth.edge.control import (
+    CANDIDATE_BYTES_MAX,
+    INTERESTS_MAX,
+    MOVES_MAX,
+    USER_MAX,
+    BrokerReport,
+    Candidate,
+    Candidates,
+    CandidatesOffer,
+    CandidatesRequest,
+    EdgeMessage,
+    InterestColumns,
+    MoveEnd,
+    MovesEnded,
+    MovesRequest,
+    OpenBrokers,
+    Stamp,
+    pack_edge,
+    parse_user_key,
+    unpack_edge,
+    user_key,
+)
+from dynamoth.edge.frames import URL_MAX, URLS_MAX
+from dynamoth.errors import MalformedMessage
+from dynamoth.machine.bounded import BoundedTable
+from dynamoth.machine.events import Connect, ErrorReply, LinkDown, Pushed, Replied, Send
+from dynamoth.machine.timers import Timers
+from dynamoth.names import (
+    BROKERS_CHANNEL,
+    COORDINATOR_CHANNEL,
+    OPERATOR_EDGE_CHANNEL,
+    broker_channel,
+    operator_inbox,
+)
+from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
+from dynamoth.protocol.wire import ARRAY_MAX, read_array, read_text, shortened
+from dynamoth_broker.coordinator.reports import busiest, choose_candidates
+from dynamoth_broker.events import BrokerAction, BrokerOptions, ConnectionId, ControlLinkChanged
+from dynamoth_broker.interests import InterestTable
+from dynamoth_broker.rates import Rates
+from dynamoth_broker.sessions import Session
+
+LINK_PREFIX = "control:"
+
+COPIES = 2
+"""A message travels through this many servers."""
+
+OPEN_BROKERS_S = 10.0
+"""What a coordinator says of other brokers counts for this time: it says it every second or so."""
+
+ENDS_DELAY_S = 0.2
+"""Ends of moves within this time make one message."""
+
+SEEN_MAX = 1000
+"""Messages of coordinators, and answers to operators, that are remembered to recognise copies."""
+
+DRAIN_PER_S = 500.0
+"""The rate of a drain for which an operator gives none."""
+
+RESUBSCRIBE_S = 10.0
+"""A server that refused a subscription is asked again after this time: the broker may have got the rights."""
+
+ALL_BROKERS = "*"
+"""The target of a request to everybody."""
+
+
+class Controlled(Protocol):
+    """What this part needs of the broker's machine."""
+
+    interests: InterestTable
+    sessions: dict[ConnectionId, Session]
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether users are moved away, and none are taken."""
+        ...
+
+    @property
+    def is_admitting(self) -> bool:
+        """Whether it takes users."""
+        ...
+
+    def session_of(self, user: str, name: str) -> Session | None:
+        """Return the newest connection of a session; None where there is none."""
+        ...
+
+    def move(self, session: Session, to: tuple[str, ...], now: float) -> list[BrokerAction]:
+        """Ask a user to move."""
+        ...
+
+    def drain(self, rate: float, now: float) -> list[BrokerAction]:
+        """Move everybody away."""
+        ...
+
+    def end_drain(self) -> None:
+        """Take users again."""
+        ...
+
+
+@dataclass(slots=True)
+class _ControlServer:
+    """One server."""
+
+    url: str
+    is_up: bool = False
+    #: Why nothing can be said there; empty while all is well.
+    fault: str = "it was not reached yet"
+
+
+class Control:
+    """Reports, and does what coordinators and operators ask for."""
+
+    def __init__(
+        self,
+        broker: Controlled,
+        options: BrokerOptions,
+        incarnation: int,
+        timers: Timers[BrokerAction],
+        counters: Counter[str],
+    ) -> None:
+        """Begin without connections. Timers and counters are those of the broker."""
+        self._broker = broker
+        self._options = options
+        self._incarnation = incarnation
+        self._timers = timers
+        self._counters = counters
+        self._servers = {f"{LINK_PREFIX}{id_}": _ControlServer(url) for id_, url in options.control.items()}
+        self._number = 0
+        self.rates = Rates(broker.interests, 0.0)
+        #: The highest use of any resource but traffic, as the runtime measures it; 0: unknown.
+        self.resource_ratio = 0.0
+        self._seen: BoundedTable[Stamp, bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
+        #: Answers to operators by request: one that comes again gets the same answer.
+        self._answered: BoundedTable[int, bytes] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
+        #: Users whom a coordinator has had asked to move, with their names.
+        self._moving: dict[Session, str] = {}
+        self._ends: list[tuple[str, MoveEnd]] = []
+        #: Where users can go, by the latest word of a coordinator, and until when that counts.
+        self._open_brokers: tuple[str, ...] = ()
+        self._open_brokers_until = 0.0
+
+    # Links.
+
+    def owns(self, link: str) -> bool:
+        """Return whether a link is one of this part's."""
+        return link in self._servers
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """The servers through which nobody can be reached, and why."""
+        return {link.removeprefix(LINK_PREFIX): each.fault for link, each in self._servers.items() if each.fault}
+
+    def start(self, now: float) -> list[BrokerAction]:
+        """Connect, and begin to report."""
+        if not self._servers:
+            return []
+        self.rates = Rates(self._broker.interests, now)
+        self._timers.add(now + self._options.report_s, self._report)
+        return [Connect(link, server.url) for link, server in self._servers.items()]
+
+    def on_up(self, link: str) -> list[BrokerAction]:
+        """Listen at a server."""
+        server = self._servers[link]
+        server.is_up, server.fault = True, ""
+        return [ControlLinkChanged(link, None), *self._subscribe(link)]
+
+    def _subscribe(self, link: str) -> list[BrokerAction]:
+        channels = broker_channel(self._options.id), BROKERS_CHANNEL, OPERATOR_EDGE_CHANNEL
+        return [Send(link, (b"SUBSCRIBE", *channels), "subscribe")]
+
+    def on_down(self, event: LinkDown) -> list[BrokerAction]:
+        """Note that a server cannot be reached."""
+        server = self._servers[event.link]
+        server.is_up = False
+        if server.fault == event.reason:
+            return []
+        server.fault = event.reason
+        return [ControlLinkChanged(event.link, event.reason)]
+
+    def on_reply(self, event: Replied, now: float) -> list[BrokerAction]:
+        """Note an error: the broker's user lacks rights."""
+        if not isinstance(event.value, ErrorReply):
+            return []
+        self._counters["control_refused"] += 1
+        server, reason = self._servers[event.link], str(event.value)
+        if event.tag == "subscribe":
+            self._timers.add(now + RESUBSCRIBE_S, self._resubscribe, event.link)
+        if server.fault == reason:
+            return []
+        server.fault = reason
+        return [ControlLinkChanged(event.link, reason)]
+
+    def _resubscribe(self, link: str, now: float) -> Sequence[BrokerAction]:
+        server = self._servers[link]
+        if not server.is_up or not server.fault:
+            return []
+        server.fault = ""
+        return self._subscribe(link)
+
+    def _tell(self, message: EdgeMessage) -> list[BrokerAction]:
+        """Send to coordinators, through two servers that are up."""
+        up = [link for link, server in self._servers.items() if server.is_up]
+        if not up:
+            return []
+        self._number += 1
+        data = pack_edge(Stamp(self._incarnation, self._number), message)
+        chosen = {up[(self._number + copy) % len(up)] for copy in range(COPIES)}
+        return [Send(link, (b"PUBLISH", COORDINATOR_CHANNEL, data), "publish") for link in sorted(chosen)]
+
+    # Reports.
+
+    def _report(self, now: float) -> Sequence[BrokerAction]:
+        self._timers.add(now + self._options.report_s, self._report)
+        self.rates.measure(now)
+        return self._tell(self.report())
+
+    def report(self) -> BrokerReport:
+        """Return what the broker says of itself, by the latest measurement."""
+        broker, options, rates = self._broker, self._options, self.rates
+        load, inbound = rates.totals()
+        return BrokerReport(
+            broker=options.id,
+            url=options.url,
+            capacity_bytes_per_s=float(options.capacity_bytes_per_s),
+            load_bytes_per_s=load,
+            inbound_bytes_per_s=inbound,
+            users=len(broker.sessions),
+            other_ratio_max=max(self.resource_ratio, len(broker.sessions) / options.sessions_max),
+            is_admitting=broker.is_admitting and bool(options.url),
+            is_draining=broker.is_draining,
+            interests=busiest(rates.by_id, rates.counts(), INTERESTS_MAX),
+            user_loads=rates.user_loads(broker.sessions),
+        )
+
+    # Coordinators.
+
+    def on_pushes(self, event: Pushed, now: float) -> list[BrokerAction]:
+        """Handle messages of coordinators and operators."""
+        actions: list[BrokerAction] = []
+        for push in event.messages:
+            match push:
+                case [b"message", channel, data] if channel == OPERATOR_EDGE_CHANNEL:
+                    actions += self._on_operator(event.link, data, now)
+                case [b"message", _, data]:
+                    actions += self._on_coordinator(data, now)
+                case _:
+                    pass
+        return actions
+
+    def _on_coordinator(self, data: bytes, now: float) -> list[BrokerAction]:
+        try:
+            stamp, message = unpack_edge(data)
+        except MalformedMessage:
+            self._counters["malformed"] += 1
+            return []
+        if stamp in self._seen:
+            return []
+        self._seen.put(stamp, True)
+        match message:
+            case CandidatesRequest():
+                return self._offer(message, now)
+            case MovesRequest():
+                return self._move_users(message, now)
+            case OpenBrokers(urls):
+                self._open_brokers = tuple(url for url in urls if url != self._options.url)
+                self._open_brokers_until = now + OPEN_BROKERS_S
+            case _:
+                self._counters["malformed"] += 1
+        return []
+
+    def alternates(self, now: float) -> tuple[str, ...]:
+        """Return where users can go: what a coordinator says, or what was configured."""
+        return self._open_brokers if now < self._open_brokers_until and self._open_brokers else self._options.alternates
+
+    def _offer(self, request: CandidatesRequest, now: float) -> list[BrokerAction]:
+        """Offer users who may move."""
+        users: list[tuple[str, tuple[str, ...]]] = []
+        for session in self._broker.sessions.values():
+            is_resting = session.opened_at > now - request.rest_s
+            if is_resting or session.is_closed or session.barriers is not None or _is_moving(session, now):
+                continue
+            key = user_key(session.grant.user, session.name)
+            if len(key) <= USER_MAX:
+                users.append((key, tuple(session.subscriptions)))
+        counts = self.rates.counts({id_ for _, ids in users for id_ in ids})
+        bounds = request.load, request.users_max
+        candidates = choose_candidates(self._options.id, users, self.rates.by_id, counts, bounds)
+        return self._tell(CandidatesOffer(request.request, _bounded(candidates)))
+
+    def _move_users(self, request: MovesRequest, now: float) -> list[BrokerAction]:
+        actions: list[BrokerAction] = []
+        for user, target in request.moves:
+            session = self._broker.session_of(*parse_user_key(user))
+            if session is None:
+                actions += self._ended(user, MoveEnd.GONE, now)
+            elif session.barriers is not None:
+                actions += self._ended(user, MoveEnd.LEFT, now)
+            elif _is_moving(session, now) or not request.targets[target]:
+                actions += self._ended(user, MoveEnd.REFUSED, now)
+            else:
+                actions += self._broker.move(session, request.targets[target], now)
+                self._moving[session] = user
+                assert session.move_until is not None
+                self._timers.add(session.move_until, self._on_deadline, session)
+        return actions
+
+    def on_left(self, session: Session, now: float) -> None:
+        """Note that a user is served elsewhere."""
+        self._settle(session, MoveEnd.LEFT, now)
+
+    def on_closed(self, session: Session, now: float) -> None:
+        """Note that the connection of a user is gone."""
+        self._settle(session, MoveEnd.GONE, now)
+
+    def _on_deadline(self, session: Session, now: float) -> Sequence[BrokerAction]:
+        if session in self._moving and _is_moving(session, now):  # it was asked again, by a drain for example
+            assert session.move_until is not None
+            self._timers.add(session.move_until, self._on_deadline, session)
+        else:
+            self._settle(session, MoveEnd.DEADLINE, now)
+        return []
+
+    def _settle(self, session: Session, end: MoveEnd, now: float) -> None:
+        user = self._moving.pop(session, None)
+        if user is not None:
+            self._ended(user, end, now)
+
+    def _ended(self, user: str, end: MoveEnd, now: float) -> list[BrokerAction]:
+        if not self._ends:
+            self._timers.add(now + ENDS_DELAY_S, self._tell_ends)
+        self._ends.append((user, end))
+        return []
+
+    def _tell_ends(self, now: float) -> Sequence[BrokerAction]:
+        ends, self._ends = self._ends, []
+        actions: list[BrokerAction] = []
+        for begin in range(0, len(ends), MOVES_MAX):
+            actions += self._tell(MovesEnded(self._options.id, tuple(ends[begin : begin + MOVES_MAX])))
+        return actions
+
+    # Operators.
+
+    def _on_operator(self, link: str, data: bytes, now: float) -> list[BrokerAction]:
+        try:
+            request = unpack_control(data)
+        except MalformedMessage:
+            self._counters["malformed"] += 1
+            return []
+        if not isinstance(request, AdminRequest):
+            return []
+        if request.arguments.get("target") not in (ALL_BROKERS, self._options.id):
+            return []
+        actions: list[BrokerAction] = []
+        answer = self._answered.get(request.request)
+        if answer is None:
+            try:
+                result, actions = self._execute(request, now)
+                reply = AdminReply(request.request, result)
+            except MalformedMessage as error:
+                reply = AdminReply(request.request, {"broker": self._options.id}, f"{self._options.id}: {error}")
+            answer = pack_control(reply)
+            self._answered.put(request.request, answer)
+        return [*actions, Send(link, (b"PUBLISH", operator_inbox(request.request), answer), "publish")]
+
+    def _execute(self, request: AdminRequest, now: float) -> tuple[Mapping[str, Any], list[BrokerAction]]:
+        """Carry out a request. Raises MalformedMessage: it cannot be read."""
+        commands: dict[str, Callable[[Mapping[str, Any], float], tuple[dict[str, Any], list[BrokerAction]]]] = {
+            "status": lambda arguments, now: ({}, []),
+            "drain": self._drain,
+            "undrain": self._undrain,
+            "move": self._move,
+        }
+        command = commands.get(request.command)
+        if command is None:
+            raise MalformedMessage(f"brokers know no command {shortened(request.command)}")
+        result, actions = command(request.arguments, now)
+        return {**self._status(now), **result}, actions
+
+    def _status(self, now: float) -> dict[str, Any]:
+        report, counters = self.report(), self._counters
+        return {
+            "role": "broker",
+            "broker": report.broker,
+            "url": report.url,
+            "sessions": report.users,
+            "interests": len(self._broker.interests),
+            "draining": report.is_draining,
+            "admitting": report.is_admitting,
+            "load_bytes_per_s": round(report.load_bytes_per_s, 1),
+            "load_ratio": round(max(report.load_bytes_per_s / report.capacity_bytes_per_s, report.other_ratio_max), 4),
+            "capacity_bytes_per_s": report.capacity_bytes_per_s,
+            "moves_asked": counters["moves_asked"],
+            "moves_done": counters["moves_done"],
+            "coordinated": now < self._open_brokers_until,
+            "alternates": list(self.alternates(now)),
+            "unreachable": self.faults,
+        }
+
+    def _drain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
+        rate = arguments.get("rate", DRAIN_PER_S)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e6:
+            raise MalformedMessage(f"a rate above 0 expected, not {shortened(rate)}")
+        if not self.alternates(now) and self._broker.sessions:
+            raise MalformedMessage(
+                "there is no other broker to move users to: no coordinator runs, and broker.alternates is not set"
+            )
+        return {"draining": True}, self._broker.drain(float(rate), now)
+
+    def _undrain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
+        self._broker.end_drain()
+        return {"draining": False}, []
+
+    def _move(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
+        user = read_text(arguments.get("session"), USER_MAX)
+        to = tuple(read_text(url, URL_MAX) for url in read_array(arguments.get("to"))[:URLS_MAX])
+        session = self._broker.session_of(*parse_user_key(user))
+        if session is None or session.barriers is not None:
+            return {"here": False}, []
+        if not to or self._options.url in to:
+            raise MalformedMessage("the session is here: another broker expected")
+        return {"here": True}, self._broker.move(session, to, now)
+
+
+def _is_moving(session: Session, now: float) -> bool:
+    return session.move_until is not None and session.move_until > now
+
+
+def _bounded(candidates: Candidates) -> Candidates:
+    """Leave out the last users of an answer that would be too large."""
+    rates = dict(zip(candidates.interests.ids, candidates.interests.rates, strict=True))
+    counts = dict(zip(candidates.interests.ids, candidates.interests.users, strict=True))
+    users: list[Candidate] = []
+    held: dict[str, None] = {}
+    size = 0
+    for candidate in candidates.users:
+        new = [each for each in candidate.interests if each not in held]
+        size += 4 * len(candidate.user) + 8 + 3 * len(candidate.interests) + 40 * len(new)
+        if size > CANDIDATE_BYTES_MAX or len(held) + len(new) > ARRAY_MAX:
+            break
+        users.append(candidate)
+        held.update(dict.fromkeys(new))
+    columns = InterestColumns(
+        tuple(held), tuple(rates.get(each, 0.0) for each in held), tuple(counts.get(each, 0) for each in held)
+    )
+    return Candidates(candidates.broker, tuple(users), columns)

@@ -1,0 +1,162 @@
+"""Runs a coordinator as a process: ``dynamoth coordinator``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import platform
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, assert_never
+from urllib.parse import parse_qs
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from dynamoth.plan.plan import Server
+from dynamoth.settings.sections import HttpSettings
+from dynamoth_broker.coordinator.events import DecisionRecorded
+from dynamoth_broker.coordinator.machine import (
+    CoordinatorMachine,
+    CoordinatorNews,
+    CoordinatorOptions,
+    Noted,
+    ServerChanged,
+    Stop,
+    Stopped,
+    decision_as_data,
+)
+from dynamoth_daemon import event_loop, metrics
+from dynamoth_daemon.http import HttpAnswer, HttpQuery
+from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
+from dynamoth_link.options import LinkOptions
+
+STOP_TIMEOUT_S = 1.0
+"""A server that does not answer within this time keeps the lease until it expires."""
+
+JSON = "application/json"
+
+_COUNTERS = {
+    "reports": "Reports of brokers",
+    "malformed": "Messages that could not be read",
+    "refused": "Commands that a server has refused",
+    "terms": "Times that this coordinator began to act",
+    "decisions": "Decisions to move users",
+    "moves_asked": "Users whom brokers were to move",
+    "moves_left": "Users who have moved",
+    "moves_refused": "Users who were on the move already",
+    "moves_gone": "Users who were gone when they were to move",
+    "moves_deadline": "Users who have stayed",
+    "placed": "Newcomers who asked for a broker",
+}
+
+_FAMILIES = metrics.Families("dynamoth_coordinator_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(HttpSettings):
+    """The configuration of a coordinator process.
+
+    ``link``: credentials, TLS and timeouts of all links.
+    """
+
+    servers: tuple[Server, ...]
+    options: CoordinatorOptions
+    link: LinkOptions = field(default_factory=LinkOptions)
+
+
+async def run_coordinator(config: CoordinatorConfig, stop: asyncio.Event | None = None) -> int:
+    """Run a coordinator until ``stop``, SIGTERM or SIGINT; return the exit code of the process.
+
+    Raises ConfigError: the HTTP port is not free.
+    """
+    return await CoordinatorProcess(config, stop or asyncio.Event()).run()
+
+
+def run(config: CoordinatorConfig) -> int:
+    """Run a coordinator in an event loop of its own; see :func:`run_coordinator`."""
+    return event_loop.run(run_coordinator(config))
+
+
+def process_name() -> str:
+    """Return which process this is, for people."""
+    return f"{platform.node()}, process {os.getpid()}"
+
+
+class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
+    """One coordinator process."""
+
+    def __init__(self, config: CoordinatorConfig, stop: asyncio.Event) -> None:
+        self._machine = CoordinatorMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
+        super().__init__("coordinator", self._machine, config, config.link, stop)
+
+    def execute(self, action: CoordinatorNews) -> None:
+        """Log what the machine says."""
+        match action:
+            case ServerChanged(server, None):
+                self._log.write(logging.INFO, "connected", server=server, limited=True)
+            case ServerChanged(server, reason):
+                self._log.write(logging.WARNING, "a server cannot be used; trying again", reason, server=server)
+            case Noted(message, cause, fields):
+                self._log.write(logging.INFO, message, cause, **fields)
+            case DecisionRecorded(decision):
+                data = decision_as_data(decision)
+                self._log.write(logging.INFO, "decision", data.pop("reason"), **data)
+            case Stopped():
+                self.end()
+            case _:
+                assert_never(action)
+
+    def registry(self) -> CollectorRegistry:
+        """Return the metrics of the coordinator."""
+        return metrics.make_registry("coordinator", self._collect)
+
+    def _collect(self) -> Iterator[Metric]:
+        machine, now = self._machine, self._loop.time()
+        gauge = _FAMILIES.gauge
+        summary = machine.model(now).summary()
+        yield gauge("leading", "1 while this coordinator acts", machine.is_leading)
+        yield gauge("paused", "1 while an operator has paused decisions", machine.controller.is_paused)
+        yield gauge("brokers", "Brokers that report", len(machine.brokers))
+        yield gauge("brokers_suspect", "Brokers whose reports are late", len(machine.controller.fleet.suspects(now)))
+        yield gauge("load_ratio_max", "The largest load ratio of a broker", summary.ratio_max)
+        yield gauge("load_ratio_mean", "The mean load ratio of brokers", summary.ratio_mean)
+        yield gauge("load_cov", "Standard deviation of the load ratios, relative to the mean", summary.cov)
+        yield gauge("redis_egress_bytes_per_second", "What Redis sends to brokers", summary.redis_egress)
+        yield gauge("servers_down", "Redis servers that cannot be used", len(machine.faults))
+        yield from _FAMILIES.counters(_COUNTERS, machine.counters)
+
+    def plan_version(self) -> int | None:
+        """Return None: a coordinator acts on no plan of channels."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return how many servers it speaks through."""
+        return {"process": self._machine.options.process}
+
+    def queries(self) -> Mapping[str, HttpQuery]:
+        """Return the placement of newcomers."""
+        return {"/place": self._place}
+
+    def _place(self, query: str) -> HttpAnswer:
+        session = parse_qs(query).get("session", [""])[0][:64]
+        urls = self._machine.place(session, self._loop.time())
+        status = HTTPStatus.OK if urls else HTTPStatus.SERVICE_UNAVAILABLE
+        return HttpAnswer(status, json.dumps({"urls": urls}).encode() + b"\n", JSON)
+
+    def why_not_ready(self) -> str | None:
+        """Return why it does not coordinate now. One that waits for another one is ready."""
+        machine = self._machine
+        if machine.is_leading or machine.others:
+            return None
+        faults = [f"{server}: {fault}" for server, fault in machine.faults.items()]
+        return "\n".join([f"it has not the lease of {machine.needed}", *faults])
+
+    def shut_down(self) -> None:
+        """Give the lease back, then end."""
+        self._loop.call_later(STOP_TIMEOUT_S, self.end)
+        self._driver.handle(Stop())

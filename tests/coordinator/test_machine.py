@@ -1,0 +1,393 @@
+"""Coordinators and brokers over simulated servers: who acts, what is asked for, and what happens without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynamoth.edge.control import BrokerReport, Stamp, pack_edge
+from dynamoth.edge.frames import Connect, Leave, Move, Wanted
+from dynamoth.edge.interests import channel_interest
+from dynamoth.machine.events import LinkUp, Pushed, Send, Start
+from dynamoth.names import COORDINATOR_CHANNEL, COORDINATOR_LEASE_KEY, OPERATOR_EDGE_CHANNEL
+from dynamoth.plan.plan import Server
+from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
+from dynamoth_broker.coordinator.events import Decision
+from dynamoth_broker.coordinator.machine import (
+    COPIES,
+    CoordinatorMachine,
+    CoordinatorOptions,
+    Noted,
+    Stop,
+    Stopped,
+    decision_as_data,
+)
+from dynamoth_broker.events import (
+    BrokerOptions,
+    ChannelConfirmed,
+    Closed,
+    Grant,
+    Opened,
+    Publications,
+    Received,
+    SubscribeChannel,
+    Transmit,
+)
+from dynamoth_broker.machine import BrokerMachine
+from dynamoth_sim.world.network import Delays, Network
+from dynamoth_sim.world.process import Process
+from dynamoth_sim.world.redis import RedisServer
+from dynamoth_sim.world.world import World
+
+OPTIONS = CoordinatorOptions(
+    report_s=0.1,
+    decide_s=0.2,
+    looks=2,
+    wait_s=0.3,
+    rest_s=0.5,
+    ask_timeout_s=0.3,
+    batch_timeout_s=2.0,
+    slow_half_life_s=0.2,
+    fast_half_life_s=0.2,
+    ratio_mean_min=0.01,
+    shuffle_ratio_mean_min=5.0,
+    connection_bytes_per_s=1.0,
+    lease_s=1.5,
+    forget_s=1.0,
+)
+
+
+class SimBroker:
+    """A broker whose users move at once, in turn, and where every channel is confirmed at once."""
+
+    def __init__(self, edge: SimEdge, name: str) -> None:
+        self.edge = edge
+        self.name = name
+        self.url = f"wss://{name}/connect"
+        self.options = BrokerOptions(
+            id=name,
+            url=self.url,
+            control={server.id: server.url for server in edge.servers.values()},
+            report_s=0.1,
+            capacity_bytes_per_s=20_000,
+            move_timeout_s=1.0,
+            ping_s=1000.0,
+        )
+        self.process = Process(edge.world, edge.network, name, self._make, self._act)
+        self.process.start()
+
+    def _make(self, incarnation: int) -> BrokerMachine:
+        return BrokerMachine(self.options, incarnation)
+
+    @property
+    def machine(self) -> BrokerMachine:
+        assert isinstance(self.process.machine, BrokerMachine)
+        return self.process.machine
+
+    def open(self, user: str, channels: list[str]) -> None:
+        subs = tuple(Wanted(ref, channel_interest(channel)) for ref, channel in enumerate(channels, 1))
+        self.process.handle(Opened(user, Connect(user, subs=subs), Grant()))
+
+    def _act(self, action: Any) -> None:
+        match action:
+            case SubscribeChannel(channel):
+                self.process.handle(ChannelConfirmed(channel))
+            case Transmit(user, Move(to)) if user not in self.edge.staying:
+                self.edge.world.after(0.01, self.edge.move, user, self, to[0])
+            case _:
+                pass
+
+
+class SimEdge:
+    """Servers, brokers, coordinators, users and publications, from a seed."""
+
+    def __init__(self, servers: int = 3, brokers: int = 2, coordinators: int = 1, seed: int = 1) -> None:
+        self.world = World(seed, check_every=1)
+        delays = Delays(0.0005, 0.002)
+        self.network = Network(self.world, lambda process, server: delays)
+        self.servers: dict[str, RedisServer] = {}
+        for number in range(servers):
+            server = RedisServer(self.world, f"s{number + 1}", f"redis://s{number + 1}:6379")
+            self.servers[server.id] = server
+            self.network.add_server(server.url, server)
+        self.staying: set[str] = set()
+        self.brokers = {broker.url: broker for broker in (SimBroker(self, f"b{n + 1}") for n in range(brokers))}
+        self.coordinators = [self._coordinator(f"c{number + 1}") for number in range(coordinators)]
+        self.news: list[Any] = []
+        self._channels: list[str] = []
+
+    def _coordinator(self, name: str) -> Process:
+        listed = [Server(server.id, server.url) for server in self.servers.values()]
+
+        def make(incarnation: int) -> CoordinatorMachine:
+            return CoordinatorMachine(listed, incarnation, OPTIONS)
+
+        process = Process(self.world, self.network, name, make, lambda action: self.news.append(action))
+        process.start()
+        return process
+
+    def coordinator(self, number: int = 0) -> CoordinatorMachine:
+        machine = self.coordinators[number].machine
+        assert isinstance(machine, CoordinatorMachine)
+        return machine
+
+    def plans(self) -> list[Decision]:
+        """Return the decisions to move users: there is none while all users have just come."""
+        return [decision for decision in self.coordinator().controller.decisions if decision.plan.moves]
+
+    def leaders(self) -> list[str]:
+        return [
+            process.name
+            for number, process in enumerate(self.coordinators)
+            if process.alive and self.coordinator(number).is_leading
+        ]
+
+    def move(self, user: str, source: SimBroker, url: str) -> None:
+        if user not in source.machine.sessions:
+            return
+        channels = [each.interest.interest.name for each in source.machine.sessions[user].subscriptions.values()]
+        self.brokers[url].open(user, channels)
+        source.process.handle(Received(user, Leave()))
+        self.world.after(0.05, source.process.handle, Closed(user))
+
+    def publish(self, channels: list[str]) -> None:
+        """Publish 1000 bytes/s on each channel from now on."""
+        self._channels = channels
+        self._publish()
+
+    def _publish(self) -> None:
+        messages = [(channel.encode(), b"x" * 50) for channel in self._channels]
+        for broker in self.brokers.values():
+            if broker.process.alive:
+                broker.process.handle(Publications(messages))
+        self.world.after(0.05, self._publish)
+
+    def users(self) -> list[int]:
+        return [len(broker.machine.sessions) for broker in self.brokers.values() if broker.process.alive]
+
+    def run(self, duration_s: float) -> None:
+        self.world.run_until(self.world.now + duration_s)
+
+    def until(self, condition: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
+        assert self.world.run_until_true(condition, self.world.now + within_s), what
+
+    def crowd(self, users: int = 12) -> None:
+        """Have users at the first broker only, with traffic."""
+        first = next(iter(self.brokers.values()))
+        for number in range(users):
+            first.open(f"u{number}", [f"ch{number % 4}"])
+        self.publish([f"ch{number}" for number in range(4)])
+
+    def ask(self, command: str, number: int, **arguments: Any) -> list[AdminReply]:
+        """Send a request of an operator to everybody through a server; return the answers."""
+        asker = Asker(AdminRequest(number, command, {"target": "coordinator", **arguments}))
+        process = Process(self.world, self.network, f"o{number}", lambda _: asker, lambda _: None)
+        process.start()
+        self.run(0.2)
+        process.crash("is done")
+        return asker.replies
+
+
+class Asker:
+    """An operator: asks at server s1, once."""
+
+    def __init__(self, request: AdminRequest) -> None:
+        self._request = request
+        self.replies: list[AdminReply] = []
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        from dynamoth.machine.events import Connect as ConnectLink
+        from dynamoth.names import operator_inbox
+
+        match event:
+            case Start():
+                return [ConnectLink("s", "redis://s1:6379")]
+            case LinkUp():
+                return [
+                    Send("s", (b"SUBSCRIBE", operator_inbox(self._request.request))),
+                    Send("s", (b"PUBLISH", OPERATOR_EDGE_CHANNEL, pack_control(self._request))),
+                ]
+            case Pushed(_, messages):
+                for push in messages:
+                    if push[0] == b"message":
+                        reply = unpack_control(push[2])
+                        assert isinstance(reply, AdminReply)
+                        self.replies.append(reply)
+            case _:
+                pass
+        return []
+
+    def deadline(self) -> float | None:
+        return None
+
+
+def result_of(replies: list[AdminReply]) -> Mapping[str, Any]:
+    [reply] = replies
+    assert reply.error is None, reply.error
+    return reply.result
+
+
+def test_users_are_moved_until_the_loads_are_even() -> None:
+    edge = SimEdge()
+    edge.crowd()
+    edge.until(lambda: edge.users()[1] >= 4, "users are moved")
+    edge.run(3.0)
+    assert min(edge.users()) >= 4 and sum(edge.users()) == 12
+    decision = edge.plans()[0]
+    assert decision.moved == len(decision.plan.moves) > 0 and decision.failed == 0
+    assert decision.measured is not None and decision.measured.cov < decision.plan.before.cov
+    data = decision_as_data(decision)
+    assert data["moves"] == [{"from": "b1", "to": "b2", "users": decision.moved}] and data["kind"] == "relieve"
+
+
+def test_users_who_stay_are_counted_as_failed_and_the_next_plan_comes() -> None:
+    edge = SimEdge()
+    edge.staying = {f"u{number}" for number in range(12)}
+    edge.crowd()
+    edge.until(lambda: len(edge.plans()) >= 2, "a second plan")
+    first = edge.plans()[0]
+    assert (first.moved, first.failed) == (0, len(first.plan.moves))
+    assert edge.coordinator().counters["moves_deadline"] > 0 and edge.users() == [12, 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_of_several_acts_and_another_one_takes_over(seed: int) -> None:
+    edge = SimEdge(coordinators=3, seed=seed)
+    edge.until(lambda: len(edge.leaders()) == 1, "one acts")
+    for _ in range(20):
+        edge.run(0.1)
+        assert len(edge.leaders()) == 1
+    [first] = edge.leaders()
+    number = int(first[1]) - 1
+    edge.coordinators[number].crash("crashes")
+    edge.until(lambda: len(edge.leaders()) == 1, "another one takes over")
+    assert edge.leaders() != [first]
+    assert edge.coordinator(int(edge.leaders()[0][1]) - 1).brokers == ["b1", "b2"]
+    edge.crowd()
+    edge.until(lambda: edge.users()[1] >= 4, "the successor moves users")
+
+
+def test_one_that_ends_gives_the_lease_back() -> None:
+    edge = SimEdge()
+    edge.until(lambda: edge.leaders() == ["c1"], "it acts")
+    edge.coordinators[0].handle(Stop())
+    edge.until(lambda: any(isinstance(each, Stopped) for each in edge.news), "it has ended", 0.5)
+    for server in edge.servers.values():
+        assert server.execute("test", b"GET", COORDINATOR_LEASE_KEY) is None
+    edge.run(1.0)
+    assert edge.leaders() == []
+
+
+def test_without_the_majority_nobody_acts_and_brokers_go_on() -> None:
+    edge = SimEdge()
+    edge.until(lambda: edge.leaders() == ["c1"], "it acts")
+    for id_ in ("s1", "s2"):
+        edge.servers[id_].stop()
+    edge.until(lambda: edge.leaders() == [], "it waits")
+    edge.crowd()
+    edge.run(5.0)
+    assert edge.users() == [12, 0] and len(edge.coordinator().faults) == 2
+    for id_ in ("s1", "s2"):
+        edge.servers[id_].start()
+    edge.until(lambda: edge.users()[1] >= 4, "it acts again")
+
+
+def test_one_server_out_of_reach_of_the_coordinator_does_not_matter() -> None:
+    edge = SimEdge()
+    heal = edge.network.part(["c1"], ["s2"])
+    edge.crowd()
+    edge.until(lambda: edge.users()[1] >= 4, "users are moved")
+    heal()
+
+
+def test_a_broker_that_is_gone_is_forgotten() -> None:
+    edge = SimEdge(brokers=3)
+    edge.until(lambda: edge.coordinator().brokers == ["b1", "b2", "b3"], "all report")
+    list(edge.brokers.values())[2].process.crash("crashes")
+    edge.until(lambda: edge.coordinator().brokers == ["b1", "b2"], "one is forgotten", 3.0)
+    assert any(isinstance(each, Noted) and each.fields == {"broker": "b3"} for each in edge.news)
+    edge.crowd()
+    edge.until(lambda: edge.users()[1] >= 4, "the others share the load")
+
+
+def test_newcomers_are_sent_to_the_least_loaded_broker_and_know_the_others() -> None:
+    edge = SimEdge()
+    assert edge.coordinator().place("new", 0.0) == ()
+    edge.crowd()
+    edge.staying = {f"u{number}" for number in range(12)}
+    edge.run(1.0)
+    assert edge.coordinator().place("new", edge.world.now) == ("wss://b2/connect", "wss://b1/connect")
+    first, second = edge.brokers.values()
+    assert first.machine.control.alternates(edge.world.now) == (second.url,)
+    second.machine.drain(1.0, edge.world.now)
+    edge.run(0.5)
+    assert edge.coordinator().place("new", edge.world.now) == (first.url,)
+
+
+def test_operators_pause_and_pin_at_all_coordinators_and_get_an_explanation() -> None:
+    edge = SimEdge(coordinators=2)
+    edge.until(lambda: len(edge.leaders()) == 1, "one acts")
+    assert [reply.result["paused"] for reply in edge.ask("pause", 1)] == [True, True]
+    edge.ask("pin", 2, session="u0")
+    edge.crowd()
+    edge.run(3.0)
+    assert edge.users() == [12, 0]
+    explanations = [reply.result["explanation"] for reply in edge.ask("explain", 3)]
+    assert all(each["pinned"] == ["u0"] and "paused" in each["obstacles"][0] for each in explanations)
+    edge.coordinators[int(edge.leaders()[0][1]) - 1].crash("crashes")
+    edge.until(lambda: len(edge.leaders()) == 1, "another one takes over")
+    edge.run(2.0)
+    assert edge.users() == [12, 0], "paused it stays"
+    assert result_of(edge.ask("resume", 4))["leading"]
+    edge.until(lambda: edge.users()[1] >= 4, "users are moved")
+    assert "u0" in next(iter(edge.brokers.values())).machine.sessions
+
+
+@pytest.mark.parametrize(("command", "arguments"), [("fly", {}), ("pin", {}), ("pin", {"session": "x" * 513})])
+def test_a_wrong_request_is_refused(command: str, arguments: dict[str, Any]) -> None:
+    edge = SimEdge()
+    edge.run(0.5)
+    [reply] = edge.ask(command, 1, **arguments)
+    assert reply.error is not None and reply.error.startswith("coordinator: ")
+
+
+# One machine alone.
+
+
+def alone() -> CoordinatorMachine:
+    machine = CoordinatorMachine([Server("s1", "redis://s1")], 7, OPTIONS)
+    machine.handle(Start(), 0.0)
+    machine.handle(LinkUp("s1"), 0.0)
+    return machine
+
+
+def heard(machine: CoordinatorMachine, stamp: Stamp, report: BrokerReport) -> int:
+    """Let it hear a report; return how many it has counted so far."""
+    machine.handle(Pushed("s1", [[b"message", COORDINATOR_CHANNEL, pack_edge(stamp, report)]]), 0.1)
+    return machine.counters["reports"]
+
+
+REPORT = BrokerReport(
+    broker="b1", url="wss://b1", capacity_bytes_per_s=10.0, load_bytes_per_s=1.0, inbound_bytes_per_s=1.0, users=1
+)
+
+
+def test_copies_and_overtaken_reports_do_not_count() -> None:
+    machine = alone()
+    assert heard(machine, Stamp(5, 3), REPORT) == 1
+    assert heard(machine, Stamp(5, 3), REPORT) == 1
+    assert heard(machine, Stamp(5, 2), replace(REPORT, users=9)) == 1
+    assert heard(machine, Stamp(5, 4), REPORT) == 2
+    assert heard(machine, Stamp(6, 1), REPORT) == 3, "a broker that was restarted"
+    assert machine.counters["broker_restarts"] == 1 and COPIES == 2
+
+
+def test_what_cannot_be_read_is_counted() -> None:
+    machine = alone()
+    for data in (b"\xc1", b"", pack_control(AdminRequest(1, "x", {}))):
+        machine.handle(Pushed("s1", [[b"message", COORDINATOR_CHANNEL, data]]), 0.1)
+    machine.handle(Pushed("s1", [[b"message", OPERATOR_EDGE_CHANNEL, b"\xc1"]]), 0.1)
+    assert machine.counters["malformed"] == 4
