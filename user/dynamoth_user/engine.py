@@ -40,6 +40,9 @@ from dynamoth_user.machine.machine import UserMachine
 
 INTERNAL_ERROR = 1011
 
+TOKEN_S_MAX = 10.0
+"""Time for the application to give a token; the attempt to connect fails when it takes longer."""
+
 Token = str | Callable[[], Awaitable[str] | str] | None
 """A token, or a function that returns one and may be asynchronous."""
 
@@ -190,9 +193,10 @@ class Engine:
     async def _fetch_token(self, number: int) -> None:
         """Ask the application for a token. If it has none, the connection is not used; another one is opened later."""
         try:
-            token = self._token() if callable(self._token) else self._token
-            if isawaitable(token):
-                token = await token
+            async with asyncio.timeout(TOKEN_S_MAX):
+                token = self._token() if callable(self._token) else self._token
+                if isawaitable(token):
+                    token = await token
         except Exception as error:
             _log.exception("the application has no token")
             self._application.report_error(error)

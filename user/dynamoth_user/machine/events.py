@@ -207,7 +207,7 @@ class Served:
 
 @dataclass(slots=True)
 class Interrupted:
-    """Action: no broker serves the session now; the client connects again in ``retry_s``."""
+    """Action: no broker serves the session now; the client connects again in ``retry_s``. 0: it does so already."""
 
     reason: str
     retry_s: float

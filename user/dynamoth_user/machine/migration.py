@@ -7,7 +7,15 @@ from collections import Counter
 from dynamoth.edge.frames import Leave, Move
 from dynamoth.machine.timers import Timers
 from dynamoth_user.machine.connections import Connections
-from dynamoth_user.machine.events import CloseConnection, DeliverGap, SendFrame, Served, UserAction, UserOptions
+from dynamoth_user.machine.events import (
+    CloseConnection,
+    DeliverGap,
+    Interrupted,
+    SendFrame,
+    Served,
+    UserAction,
+    UserOptions,
+)
 from dynamoth_user.machine.live import NUMBERS_MISSING, LiveDelivery
 from dynamoth_user.machine.publishing import Publications
 from dynamoth_user.machine.records import Connection, Role, UserSubscription
@@ -123,9 +131,13 @@ class Migration:
                 subscription.is_interrupted = False
                 actions.append(DeliverGap(subscription.interest, OLD_BROKER_LOST))
             actions += self._live.release(subscription, OLD_BROKER_LOST)
-        if candidate.is_up:
-            actions += [Served(candidate.broker, candidate.url, moved=False), *self._publications.send_waiting()]
-        return actions
+        if not candidate.is_up:
+            return [*actions, Interrupted(OLD_BROKER_LOST, 0.0)]
+        return [
+            *actions,
+            Served(candidate.broker, candidate.url, moved=False),
+            *self._publications.send_waiting(),
+        ]
 
     def on_bye(self, connection: Connection, now: float) -> list[UserAction]:
         """Deliver the held messages: the old broker has sent everything from before."""
