@@ -13,6 +13,7 @@ from dynamoth_user.machine.events import CloseConnection, Deliver, DeliverGap, S
 from dynamoth_user.machine.machine import NORMAL, UserMachine
 from dynamoth_user.machine.records import Connection, Role, UserSubscription
 
+# Mutations replace private methods.
 # pyright: reportPrivateUsage=false
 
 
