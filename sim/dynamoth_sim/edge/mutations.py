@@ -14,12 +14,12 @@ from typing import Any
 
 import dynamoth.edge.log
 import dynamoth_broker.logs
-from dynamoth.edge.frames import Connect, Gap
+from dynamoth.edge.frames import Connect, Gap, Wanted
 from dynamoth.edge.log import LogPage, append_command, read_command
 from dynamoth.edge.publications import LoggedPublication, pack_publication, unpack_publication
 from dynamoth_broker import delivery
 from dynamoth_broker.delivery import Delivery
-from dynamoth_broker.events import Broadcast, PublishMessage, Transmit, UnsubscribeChannel
+from dynamoth_broker.events import Broadcast, PublishMessage, SubscribeChannel, Transmit, UnsubscribeChannel
 from dynamoth_broker.interests import Phase, SharedInterest
 from dynamoth_broker.machine import DRAIN_INTERVAL_S, BrokerMachine
 from dynamoth_broker.sessions import Session, Stage, Subscription
@@ -28,6 +28,7 @@ from dynamoth_client.machines.subscriber.events import BarrierPassed
 from dynamoth_sim.edge.mutations_of_users import CHECKS_OF_USERS
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
 
+# Mutations replace private methods.
 # pyright: reportPrivateUsage=false
 
 
@@ -115,6 +116,32 @@ def interests_are_never_left() -> AbstractContextManager[None]:
     return replaced(BrokerMachine, _leave_interest=no_actions)
 
 
+def left_interests_are_used_again() -> AbstractContextManager[None]:
+    """A broker goes on with what it has of an interest that it is leaving when somebody subscribes."""
+    subscribe = BrokerMachine._subscribe
+
+    def use_again(self: BrokerMachine, session: Session, wanted: Wanted, *arguments: Any, **options: Any) -> list[Any]:
+        shared = self.interests.by_id.get(wanted.interest.id)
+        if shared is None or shared.phase is not Phase.LEAVING:
+            return subscribe(self, session, wanted, *arguments, **options)
+        shared.phase = Phase.JOINING
+        return [SubscribeChannel(shared.channel), *subscribe(self, session, wanted, *arguments, **options)]
+
+    return replaced(BrokerMachine, _subscribe=use_again)
+
+
+def refused_interests_linger() -> AbstractContextManager[None]:
+    """A broker leaves the channel of an interest that Redis has refused, after its time."""
+    on_failed = BrokerMachine._on_failed
+
+    def linger(self: BrokerMachine, shared: SharedInterest, reason: str) -> list[Any]:
+        actions = on_failed(self, shared, reason)
+        shared.phase = Phase.JOINING
+        return actions
+
+    return replaced(BrokerMachine, _on_failed=linger)
+
+
 # Delivery.
 
 
@@ -134,6 +161,20 @@ def live_too_early() -> AbstractContextManager[None]:
 def slow_users_stay_live() -> AbstractContextManager[None]:
     """A broker goes on sending to a user who does not read."""
     return replaced(Delivery, pause=nothing)
+
+
+def slow_users_join() -> AbstractContextManager[None]:
+    """A broker sends all of an interest to a user who subscribes while it does not read."""
+    go_live = Delivery._go_live
+
+    def join(self: Delivery, subscription: Subscription, *arguments: Any) -> list[Any]:
+        session = subscription.session
+        slow_since, session.slow_since = session.slow_since, None
+        actions = go_live(self, subscription, *arguments)
+        session.slow_since = slow_since
+        return actions
+
+    return replaced(Delivery, _go_live=join)
 
 
 def slow_users_are_forgotten() -> AbstractContextManager[None]:
@@ -307,6 +348,9 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-shared", one_user_waits, "expected"),
     Check("edge-lingers", interests_are_left_regardless, "expected"),
     Check("edge-left-after-a-while", interests_are_never_left, "expected"),
+    Check("edge-joined-again", left_interests_are_used_again, "expected"),
+    Check("edge-refused-by-redis", refused_interests_linger, "expected"),
+    Check("edge-subscribes-without-reading", slow_users_join, "expected"),
     Check("edge-catches-up", live_too_early, "expected"),
     Check("edge-reader-stops", slow_users_stay_live, "expected"),
     Check("edge-reader-stops", slow_users_are_forgotten, "expected"),

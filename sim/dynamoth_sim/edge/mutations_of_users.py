@@ -16,6 +16,7 @@ from dynamoth_user.machine.machine import UserMachine
 from dynamoth_user.machine.migration import NORMAL, Migration
 from dynamoth_user.machine.records import Connection, Role, UserSubscription
 
+# Mutations replace private methods.
 # pyright: reportPrivateUsage=false
 
 

@@ -6,25 +6,22 @@ offset. "Soon" is ``AT_ONCE_S``: longer than anything takes here that is not hel
 
 from __future__ import annotations
 
-from dynamoth.edge.log import Appended
-from dynamoth_sim.edge.scenarios_of_moves import MOVING
-from dynamoth_sim.edge.stage import AT_ONCE_S, SELDOM_CHECKED, EdgeScenario, EdgeStage
-from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions
-from dynamoth_user.machine.events import AddSubscription
+from dataclasses import replace
 
-BACKLOG = 20
-"""Publications that a user misses: several pages of the log, and more than a broker keeps by itself."""
+from dynamoth_sim.edge.scenarios_of_logs import BACKLOG, OF_LOGS
+from dynamoth_sim.edge.scenarios_of_moves import MOVING
+from dynamoth_sim.edge.stage import AT_ONCE_S, NEVER_S, SELDOM_CHECKED, EdgeScenario, EdgeStage
+from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions
 
 UNREAD_MAX = 30
 FEW = 5
 """Frames that a broker sends to a full connection, too: pings and gaps."""
 
-RETAINED = 8
 
-FEW_KEPT = EdgeOptions(retained_min=RETAINED, logs_may_fail=True)
-LOGS_FAIL = EdgeOptions(logs_may_fail=True)
 SMALL_BUFFERS = EdgeOptions(unread_max=UNREAD_MAX)
 ONE_BROKER = EdgeOptions(brokers=1)
+OFTEN_CHECKED = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, tip_check_s=0.1))
+LINGERING = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, linger_s=2.0, tip_check_s=NEVER_S))
 
 # An interest begins.
 
@@ -81,9 +78,7 @@ def lingers(stage: EdgeStage) -> None:
     user = stage.user("U", first, interest)
     user.leave(interest)
     stage.run(SHORT_BROKER_OPTIONS.linger_s / 2)
-    assert user.process is not None
-    user.interests.append(interest)
-    user.process.handle(AddSubscription(interest))
+    stage.join_user(user, interest)
     stage.wait_served(user, "b1")
     stage.run(2 * SHORT_BROKER_OPTIONS.linger_s)
     stage.publish_logged(interest)
@@ -102,6 +97,38 @@ def left_after_a_while(stage: EdgeStage) -> None:
     stage.run(SHORT_BROKER_OPTIONS.linger_s)
     stage.expect("b1 has left", not home.subscribers(interest.log_channel))
     stage.publish_logged(first)
+
+
+def joined_again(stage: EdgeStage) -> None:
+    """U subscribes to an interest that b1 is leaving, while an answer of its log is still under way."""
+    first, interest = stage.edge.logged[0], stage.edge.logged[2]
+    user = stage.user("U", first, interest)
+    with stage.log_held("b1", interest, to_server=False):
+        user.leave(interest)
+        stage.run(SHORT_BROKER_OPTIONS.linger_s + 0.001)
+        stage.join_user(user, interest)
+        stage.run(0.1)
+    stage.wait_served(user, "b1")
+    stage.publish_logged(interest)
+    stage.run(AT_ONCE_S)
+    stage.expect_received(user, interest, 1)
+
+
+def refused_by_redis(stage: EdgeStage) -> None:
+    """Redis refuses a channel, and then allows it: b1 does not leave it when the time of the refusal has passed."""
+    interest = stage.edge.logged[0]
+    home = stage.cluster.servers[stage.home(interest)]
+    home.refuse = lambda who, words: "NOPERM" if who == "b1.s" and words[0] == b"SUBSCRIBE" else None
+    user = stage.edge.add_user("U", [interest], "b1")
+    user.start()
+    stage.run(AT_ONCE_S)
+    stage.expect("U waits", not stage.is_served(user))
+    home.refuse = None
+    stage.wait_served(user, "b1")
+    stage.run(stage.edge.options.broker.linger_s)
+    stage.publish_logged(interest)
+    stage.run(AT_ONCE_S)
+    stage.expect_received(user, interest, 1)
 
 
 # A subscription begins, or falls behind.
@@ -136,31 +163,21 @@ def reader_stops(stage: EdgeStage) -> None:
     stage.expect_user_gaps(1, live)
 
 
-def dropped_by_the_log(stage: EdgeStage) -> None:
-    """U comes back for more than its log keeps: it is told what is missing."""
-    interest = stage.edge.logged[0]
-    user = stage.user("U", interest)
-    user.crash()
-    stage.publish_logged(interest, BACKLOG)
-    user.start()
+def subscribes_without_reading(stage: EdgeStage) -> None:
+    """U reads nothing, and subscribes to one more interest: nothing of that is sent, either."""
+    full, interest = stage.edge.logged[:2]
+    user = stage.user("U", full)
+    stage.user("V", interest)
+    with stage.not_reading(user) as wire:
+        stage.publish_logged(full, UNREAD_MAX + FEW)
+        stage.join_user(user, interest)
+        stage.run(AT_ONCE_S)
+        stage.publish_logged(interest, UNREAD_MAX)
+        bound = UNREAD_MAX + 2 * FEW
+        stage.expect(f"at most {bound} frames wait for U, not {wire.unread}", wire.unread <= bound)
     stage.wait_served(user)
     stage.run(AT_ONCE_S)
-    stage.expect_received(user, interest, BACKLOG)
-    stage.expect_user_gaps(1, interest)
-
-
-def gap_is_old(stage: EdgeStage) -> None:
-    """U moves from b1 to b2, which finds that its log has dropped what U meanwhile got from b1."""
-    interest = stage.edge.logged[0]
-    user = stage.user("U", interest)
-    with stage.log_held("b2", interest, to_server=True):
-        stage.ask_to_move(user, "b2")
-        stage.run(0.2)
-        stage.publish_logged(interest, BACKLOG)
-    stage.wait_served(user, "b2")
-    stage.run(AT_ONCE_S)
-    stage.expect_received(user, interest, BACKLOG)
-    stage.expect_user_gaps(0, interest)
+    stage.expect_received(user, interest, UNREAD_MAX)
 
 
 # Publications that do not come.
@@ -219,94 +236,6 @@ def crash_of_the_application(stage: EdgeStage) -> None:
     stage.wait_served(user)
 
 
-# Publishers.
-
-
-def broker_dies_publishing(stage: EdgeStage) -> None:
-    """b2 dies before its append has come to the log: nobody has got the publication, so its offset is free."""
-    interest = stage.edge.logged[0]
-    user = stage.user("U", interest)
-    publisher = stage.user("V", interest, at="b2")
-    with stage.log_held("b2", interest, to_server=True):
-        publisher.publish(interest)
-        stage.run(AT_ONCE_S)
-        stage.cut("b2", stage.log_of(interest).id)
-    stage.broker("b2").crash()
-    stage.publish_logged(interest)
-    stage.run(AT_ONCE_S)
-    stage.expect_received(user, interest, 1)
-    stage.start(stage.broker("b2"))
-    stage.wait_served(publisher)
-
-
-def zombie_writer(stage: EdgeStage) -> None:
-    """A writer stands still, another one takes over, and the first one goes on: the log refuses it."""
-    interest, other = stage.edge.logged[:2]
-    stage.user("U", other)
-    stage.execute(interest, b"new:1.", term=2, execution=1)
-    late = stage.execute(interest, b"old:1.", term=1, execution=2)
-    stage.expect(f"the log refuses an older writer: {late}", isinstance(late, str) and late.startswith("FENCED"))
-    again = stage.execute(interest, b"new:1.", term=2, execution=1)
-    stage.expect("what was appended before is not appended again", isinstance(again, Appended) and not again.is_new)
-    stage.publish_logged(other)
-
-
-def moves_while_publishing(stage: EdgeStage) -> None:
-    """V moves while b1 waits for the answer to an append: the answer comes over the old connection."""
-    interest = stage.edge.logged[0]
-    user = stage.user("U", interest, at="b3")
-    publisher = stage.user("V", interest)
-    with stage.log_held("b1", interest, to_server=False):
-        publisher.publish(interest)
-        stage.ask_to_move(publisher, "b2")
-        stage.wait("b2 serves V", lambda: publisher.moved == 1)
-        stage.run(AT_ONCE_S)
-        stage.expect("V still waits", publisher.is_publishing)
-    stage.wait_served(publisher, "b2")
-    stage.expect("V's publish has ended", not publisher.is_publishing)
-    stage.run(AT_ONCE_S)
-    stage.expect_received(user, interest, 1)
-
-
-# Logs that are lost.
-
-
-def log_restored(stage: EdgeStage) -> None:
-    """The server of a log restarts from an old snapshot, and gives offsets again to other publications."""
-    interest = stage.edge.logged[0]
-    user = stage.user("U", interest)
-    stage.publish_logged(interest, 2)
-    server = stage.log_of(interest)
-    snapshot = server.snapshot()
-    stage.publish_logged(interest, 2)
-    stage.run(AT_ONCE_S)
-    stage.edge.restart_log(server, snapshot)
-    stage.run(0.5)  # everybody knows that the connections are lost
-    stage.wait("b3 has its log", lambda: not stage.broker("b3").machine.logs.faults)
-    stage.publish_logged(interest, 2)
-    stage.run(1.0)
-    stage.expect_received(user, interest, 2)
-    stage.expect_user_gaps(1, interest)
-
-
-def log_flushed(stage: EdgeStage) -> None:
-    """All keys of a log server are deleted: users are told, and go on with the new log."""
-    interest = stage.edge.logged[0]
-    user, away = stage.user("U", interest), stage.user("V", interest)
-    stage.publish_logged(interest, 2)
-    stage.run(AT_ONCE_S)
-    away.crash()
-    stage.log_of(interest).flush()
-    stage.publish_logged(interest)
-    stage.run(AT_ONCE_S)
-    away.start()
-    stage.wait_served(away)
-    stage.run(AT_ONCE_S)
-    for each in (user, away):
-        stage.expect_received(each, interest, 1)
-    stage.expect_user_gaps(2, interest)
-
-
 # Connections and brokers.
 
 
@@ -361,28 +290,25 @@ def live_connection_lost(stage: EdgeStage) -> None:
 
 
 EDGE_SCENARIOS: dict[str, EdgeScenario] = {
-    "edge-broker-dies-publishing": EdgeScenario(broker_dies_publishing, losses_allowed=True),
     "edge-catches-up": EdgeScenario(catches_up, edge=SELDOM_CHECKED),
     "edge-crash-of-the-application": EdgeScenario(crash_of_the_application),
-    "edge-dropped-by-the-log": EdgeScenario(dropped_by_the_log, edge=FEW_KEPT, losses_allowed=True),
-    "edge-gap-is-old": EdgeScenario(gap_is_old, edge=FEW_KEPT),
     "edge-gap-of-the-channel": EdgeScenario(gap_of_the_channel, edge=SELDOM_CHECKED),
     "edge-hole-from-a-broker": EdgeScenario(hole_from_a_broker, makes_holes=True),
     "edge-hole-on-the-channel": EdgeScenario(hole_on_the_channel, edge=SELDOM_CHECKED),
+    "edge-joined-again": EdgeScenario(joined_again, edge=OFTEN_CHECKED),
     "edge-late-connect": EdgeScenario(late_connect, edge=ONE_BROKER),
     "edge-left-after-a-while": EdgeScenario(left_after_a_while),
     "edge-lingers": EdgeScenario(lingers),
     "edge-live-connection-lost": EdgeScenario(live_connection_lost, losses_allowed=True),
-    "edge-log-flushed": EdgeScenario(log_flushed, edge=LOGS_FAIL, losses_allowed=True),
-    "edge-log-restored": EdgeScenario(log_restored, edge=LOGS_FAIL, losses_allowed=True),
-    "edge-moves-while-publishing": EdgeScenario(moves_while_publishing),
     "edge-published-while-opening": EdgeScenario(published_while_opening, edge=SELDOM_CHECKED),
     "edge-publisher-dies": EdgeScenario(publisher_dies),
     "edge-reader-stops": EdgeScenario(reader_stops, edge=SMALL_BUFFERS, losses_allowed=True),
+    "edge-refused-by-redis": EdgeScenario(refused_by_redis, edge=LINGERING),
     "edge-shared": EdgeScenario(shared),
     "edge-silent-connection": EdgeScenario(silent_connection),
+    "edge-subscribes-without-reading": EdgeScenario(subscribes_without_reading, edge=SMALL_BUFFERS),
     "edge-tip-after-confirmation": EdgeScenario(tip_after_confirmation, edge=SELDOM_CHECKED),
-    "edge-zombie-writer": EdgeScenario(zombie_writer),
+    **OF_LOGS,
     **MOVING,
 }
 """Every scenario by its name."""

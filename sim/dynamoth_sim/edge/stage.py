@@ -25,6 +25,7 @@ from dynamoth_sim.scenarios.stage import Stage
 from dynamoth_sim.world.network import Delays
 from dynamoth_sim.world.redis import RedisServer
 from dynamoth_sim.world.world import World
+from dynamoth_user.machine.events import AddSubscription
 
 AT_ONCE_S = 0.3
 """Within this everything that is under way has arrived and was handled, where nothing is held up."""
@@ -89,6 +90,12 @@ class EdgeStage(Stage):
         user.start()
         self.wait_served(user, at)
         return user
+
+    def join_user(self, user: UserApp, interest: Interest) -> None:
+        """Let a user subscribe to one more interest."""
+        assert user.process is not None
+        user.interests.append(interest)
+        user.process.handle(AddSubscription(interest))
 
     def wait_served(self, user: UserApp, by: str | None = None) -> None:
         """Wait until a broker serves a user with everything."""
