@@ -347,7 +347,7 @@ class CoordinatorMachine:
             case MovesEnded(_, ends):
                 actions: list[CoordinatorAction] = []
                 for user, end in ends:
-                    self.counters[f"moves_{end.value}"] += 1
+                    self.counters[f"moves_{end.value}"] += self.is_leading
                     actions += self._control(controlling.MoveEnded(user, end is MoveEnd.LEFT), now)
                 return actions
             case _:

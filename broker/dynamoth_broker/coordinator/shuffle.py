@@ -82,7 +82,9 @@ def _best(trial: LoadModel, brokers: list[BrokerLoad], user: User, settings: Shu
     """Return the broker that a user who is nowhere goes to."""
     admitting = [broker for broker in brokers if broker.standing is Standing.OPEN or broker.id == user.broker]
     own = trial.own_load(user.interests)
-    ratio_max = min(broker.ratio for broker in admitting) * (1 + settings.slack_ratio)
+    least = min(broker.ratio for broker in admitting)
+    # Below 0 where reported totals are older than the candidates who were taken out of them.
+    ratio_max = least + abs(least) * settings.slack_ratio
     # A broker that holds none of the interests rises by this, so that the least loaded one is always near enough.
     increase_max = (2 * own + trial.connection_bytes_per_s) * (1 + 1e-9)
     best: tuple[float, float, str] | None = None
