@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from dynamoth.edge.control import (
     CANDIDATE_BYTES_MAX,
-    INTERESTS_MAX,
     MOVES_MAX,
     USER_MAX,
     BrokerReport,
@@ -42,7 +42,7 @@ from dynamoth.edge.control import (
 )
 from dynamoth.edge.frames import URL_MAX, URLS_MAX
 from dynamoth.errors import MalformedMessage
-from dynamoth.machine.bounded import BoundedTable
+from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, Pushed, Replied, Send
 from dynamoth.machine.timers import Timers
 from dynamoth.names import (
@@ -54,7 +54,7 @@ from dynamoth.names import (
 )
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
 from dynamoth.protocol.wire import ARRAY_MAX, read_array, read_text, shortened
-from dynamoth_broker.coordinator.reports import busiest, choose_candidates
+from dynamoth_broker.coordinator.reports import choose_candidates
 from dynamoth_broker.events import BrokerAction, BrokerOptions, ConnectionId, ControlLinkChanged
 from dynamoth_broker.interests import InterestTable
 from dynamoth_broker.rates import Rates
@@ -73,6 +73,12 @@ ENDS_DELAY_S = 0.2
 
 SEEN_MAX = 1000
 """Messages of coordinators, and answers to operators, that are remembered to recognise copies."""
+
+CANDIDATES_LOOKED_AT = 5000
+"""A request for candidates looks at this many users at most, others each time: that takes a broker some 60 ms."""
+
+ANSWERED_BYTES_MAX = 1024 * 1024
+"""Bound of the answers to operators that are remembered."""
 
 DRAIN_PER_S = 500.0
 """The rate of a drain for which an operator gives none."""
@@ -151,9 +157,13 @@ class Control:
         self.resource_ratio = 0.0
         self._seen: BoundedTable[Stamp, bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
         #: Answers to operators by request: one that comes again gets the same answer.
-        self._answered: BoundedTable[int, bytes] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
+        self._answered: BoundedTable[int, bytes] = BoundedTable(
+            SEEN_MAX, ANSWERED_BYTES_MAX, lambda key, value: len(value) + ENTRY_BYTES
+        )
         #: Users whom a coordinator has had asked to move, with their names.
         self._moving: dict[Session, str] = {}
+        #: Which sessions were looked at for candidates last.
+        self._looked_at = 0
         self._ends: list[tuple[str, MoveEnd]] = []
         #: Where users can go, by the latest word of a coordinator, and until when that counts.
         self._open_brokers: tuple[str, ...] = ()
@@ -237,18 +247,17 @@ class Control:
     def report(self) -> BrokerReport:
         """Return what the broker says of itself, by the latest measurement."""
         broker, options, rates = self._broker, self._options, self.rates
-        load, inbound = rates.totals()
         return BrokerReport(
             broker=options.id,
             url=options.url,
             capacity_bytes_per_s=float(options.capacity_bytes_per_s),
-            load_bytes_per_s=load,
-            inbound_bytes_per_s=inbound,
+            load_bytes_per_s=rates.load_bytes_per_s,
+            inbound_bytes_per_s=rates.inbound_bytes_per_s,
             users=len(broker.sessions),
             other_ratio_max=max(self.resource_ratio, len(broker.sessions) / options.sessions_max),
             is_admitting=broker.is_admitting and bool(options.url),
             is_draining=broker.is_draining,
-            interests=busiest(rates.by_id, rates.counts(), INTERESTS_MAX),
+            interests=rates.busiest,
             user_loads=rates.user_loads(broker.sessions),
         )
 
@@ -295,7 +304,10 @@ class Control:
     def _offer(self, request: CandidatesRequest, now: float) -> list[BrokerAction]:
         """Offer users who may move."""
         users: list[tuple[str, tuple[str, ...]]] = []
-        for session in self._broker.sessions.values():
+        every = self._broker.sessions
+        begin = self._looked_at % len(every) if len(every) > CANDIDATES_LOOKED_AT else 0
+        self._looked_at = begin + CANDIDATES_LOOKED_AT
+        for session in islice(every.values(), begin, begin + CANDIDATES_LOOKED_AT):
             is_resting = session.opened_at > now - request.rest_s
             if is_resting or session.is_closed or session.barriers is not None or _is_moving(session, now):
                 continue

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import islice
 
-from dynamoth.edge.control import USER_LOAD_CLASSES
-from dynamoth_broker.coordinator.reports import user_load_class
+from dynamoth.edge.control import INTERESTS_MAX, USER_LOAD_CLASSES, InterestColumns
+from dynamoth_broker.coordinator.reports import busiest, user_load_class
 from dynamoth_broker.interests import InterestTable, SharedInterest
 from dynamoth_broker.sessions import Session
 
@@ -20,6 +21,12 @@ HALF_LIFE_S = 10.0
 
 NEGLIGIBLE_BYTES_PER_S = 0.1
 """An average below this counts as 0: a publication of 1 KB is forgotten after some two minutes."""
+
+CORRECTED_S = 10 * HALF_LIFE_S
+"""The start of an average matters for this time: by less than 0.1 % later."""
+
+RESERVED_S = 1e-4
+"""With many rates, time between two measurements per rate: one takes some 2 us, so they take some 2 % of the time."""
 
 SAMPLE_USERS = 1000
 """A report looks at this many users at most, others each time: 50,000 would take the broker 100 ms."""
@@ -44,12 +51,17 @@ class Rates:
         self._averages: dict[str, _Average] = {}
         #: In bytes/s by interest id, without those that are 0.
         self.by_id: dict[str, float] = {}
+        #: F_j and I_j of the latest measurement.
+        self.load_bytes_per_s = 0.0
+        self.inbound_bytes_per_s = 0.0
+        #: The interests with the highest rates then.
+        self.busiest = InterestColumns()
         self._sampled = 0
 
     def measure(self, now: float) -> None:
-        """Count what has come since the last time."""
+        """Count what has come since the last time, unless that is so recent that it would cost too much."""
         elapsed_s = now - self._measured_at
-        if elapsed_s <= 0:
+        if elapsed_s <= len(self._averages) * RESERVED_S:
             return
         self._measured_at = now
         arrived = [interest for interest in self._interests if interest.arrived_bytes]
@@ -58,28 +70,34 @@ class Rates:
             if known is None or known.interest is not interest:
                 self._averages[interest.id] = _Average(interest, max(self._begun_at, interest.joined_at))
         weight = 0.5 ** (elapsed_s / HALF_LIFE_S)
-        averages, self._averages, self.by_id = self._averages, {}, {}
+        share = (1 - weight) / elapsed_s
+        began_since, table = now - CORRECTED_S, self._interests.by_id
+        averages, kept, rates = self._averages, dict[str, _Average](), dict[str, float]()
         for id_, average in averages.items():
             interest = average.interest
-            average.value = interest.arrived_bytes / elapsed_s * (1 - weight) + average.value * weight
+            value = average.value = interest.arrived_bytes * share + average.value * weight
             interest.arrived_bytes = 0
-            if average.value >= NEGLIGIBLE_BYTES_PER_S and self._interests.by_id.get(id_) is interest:
-                self._averages[id_] = average
-                age_s = max(now - average.since, elapsed_s)
-                self.by_id[id_] = average.value / (1 - 0.5 ** (age_s / HALF_LIFE_S))
+            if value >= NEGLIGIBLE_BYTES_PER_S and table.get(id_) is interest:
+                kept[id_] = average
+                if average.since > began_since:
+                    value /= 1 - 0.5 ** (max(now - average.since, elapsed_s) / HALF_LIFE_S)
+                rates[id_] = value
+        self._averages, self.by_id = kept, rates
+        self._sum_up()
 
-    def totals(self) -> tuple[float, float]:
-        """Return F_j and I_j of this broker, in bytes/s."""
+    def _sum_up(self) -> None:
         inbound = delivered = 0.0
         for id_, rate in self.by_id.items():
             inbound += rate
             delivered += rate * self._averages[id_].interest.users
-        return inbound + delivered, inbound
+        self.load_bytes_per_s, self.inbound_bytes_per_s = inbound + delivered, inbound
+        chosen = nlargest(INTERESTS_MAX, self.by_id, key=self.by_id.__getitem__)
+        self.busiest = busiest(self.by_id, self.counts(chosen))
 
-    def counts(self, ids: Iterable[str] | None = None) -> dict[str, int]:
-        """Return the users of these interests; of those with a rate without ``ids``."""
+    def counts(self, ids: Iterable[str]) -> dict[str, int]:
+        """Return the users of these interests."""
         by_id = self._interests.by_id
-        return {id_: by_id[id_].users for id_ in (self.by_id if ids is None else ids) if id_ in by_id}
+        return {id_: by_id[id_].users for id_ in ids if id_ in by_id}
 
     def user_loads(self, sessions: dict[object, Session]) -> tuple[int, ...]:
         """Return how many users have a load in each class, estimated from some of them."""

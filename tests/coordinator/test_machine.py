@@ -308,7 +308,7 @@ def test_a_broker_that_is_gone_is_forgotten() -> None:
     edge.until(lambda: edge.coordinator().brokers == ["b1", "b2", "b3"], "all report")
     list(edge.brokers.values())[2].process.crash("crashes")
     edge.until(lambda: edge.coordinator().brokers == ["b1", "b2"], "one is forgotten", 3.0)
-    assert any(isinstance(each, Noted) and each.fields == {"broker": "b3"} for each in edge.news)
+    assert any(isinstance(each, Noted) and each.fields == {"subject": "b3"} for each in edge.news)
     edge.crowd()
     edge.until(lambda: edge.users()[1] >= 4, "the others share the load")
 
@@ -383,6 +383,19 @@ def test_copies_and_overtaken_reports_do_not_count() -> None:
     assert heard(machine, Stamp(5, 4), REPORT) == 2
     assert heard(machine, Stamp(6, 1), REPORT) == 3, "a broker that was restarted"
     assert machine.counters["broker_restarts"] == 1 and COPIES == 2
+
+
+def test_two_brokers_with_one_name_are_noted_once() -> None:
+    machine = alone()
+    notes: list[str] = []
+    for number in range(1, 6):
+        for incarnation in (5, 6):
+            data = pack_edge(Stamp(incarnation, number), REPORT)
+            actions = machine.handle(Pushed("s1", [[b"message", COORDINATOR_CHANNEL, data]]), 0.1)
+            notes += [action.message for action in actions if isinstance(action, Noted)]
+    first, second, third = notes
+    assert (first, second) == ("a broker has begun to report", "a broker was restarted")
+    assert third == "the name of a broker is ambiguous"
 
 
 def test_what_cannot_be_read_is_counted() -> None:

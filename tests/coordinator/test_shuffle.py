@@ -141,3 +141,18 @@ def test_a_shuffle_is_bounded_and_takes_from_the_most_loaded_first() -> None:
     plan = shuffle(model, replace(UNBOUNDED, moves_max=5, worth=ALWAYS))
     assert plan.outcome is Outcome.PLAN_FULL and [move.source for move in plan.moves] == ["a"] * 5
     assert all(one.source_ratio.after == two.source_ratio.before for one, two in pairwise(plan.moves))
+
+
+def test_totals_that_are_older_than_the_candidates_are_no_trouble() -> None:
+    """A broker's reported load may be less than that of its candidates alone, who are taken out of it."""
+    model = LoadModel(1.0)
+    for broker in ("a", "b"):
+        model.add_broker(broker, 100.0)
+        model.set_totals(broker, load=10.0, inbound=5.0, users=2)
+    model.set_rates({"k": 40.0})
+    for number in range(4):
+        broker = "ab"[number % 2]
+        model.set_count(broker, "k", 2)
+        model.introduce(f"u{number}", broker, ["k"])
+    plan = shuffle(model, replace(UNBOUNDED, worth=ALWAYS))
+    assert {move.user for move in plan.moves} <= {"u0", "u1", "u2", "u3"}

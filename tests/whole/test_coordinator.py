@@ -174,8 +174,7 @@ def test_users_are_moved_by_load_and_by_operators(capsys: pytest.CaptureFixture[
         until(lambda: user.url == edge.urls["b1"], "a user has moved")
         assert run("move", "nobody", "--to", "b1")[0] == 1
         assert run("move", user.session, "--to", "b9")[0] == 1
-        with urllib.request.urlopen(f"http://127.0.0.1:{edge.http}/place?session=new", timeout=5) as answer:
-            assert json.load(answer)["urls"] == [edge.urls["b1"], edge.urls["b2"]]
+        until(lambda: _places(edge.http) == [edge.urls["b1"], edge.urls["b2"]], "newcomers are sent to both", 0.1)
         assert _answers(f"http://127.0.0.1:{edge.http}/readyz")
         # Without the coordinator.
         edge.coordinator.kill()
@@ -186,3 +185,10 @@ def test_users_are_moved_by_load_and_by_operators(capsys: pytest.CaptureFixture[
         assert [loss for user in edge.users for loss in user.losses] == []
         assert [missing for user in edge.users for missing in user.missing()] == []
         assert all(user.moves for user in edge.users)
+
+
+def _places(port: int) -> list[str]:
+    """Return where the coordinator sends a newcomer."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/place?session=new", timeout=5) as answer:
+        urls: list[str] = json.load(answer)["urls"]
+        return urls

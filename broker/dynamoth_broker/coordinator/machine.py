@@ -38,7 +38,7 @@ from dynamoth.edge.control import (
 from dynamoth.edge.frames import URLS_MAX
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine import lease
-from dynamoth.machine.bounded import BoundedTable
+from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import (
     Connect,
     ErrorReply,
@@ -84,6 +84,15 @@ COPIES = 2
 
 SEEN_MAX = 10_000
 """Messages that are remembered to recognise copies, and answers to operators."""
+
+ANSWERED_BYTES_MAX = 1024 * 1024
+"""Bound of the answers to operators that are remembered."""
+
+BROKERS_MAX = 1000
+"""Bound of the brokers whose reports are heard: each costs up to 200 KB, with what their reports name."""
+
+SHOWN_MAX = 100
+"""Bound of the pinned users that an explanation names."""
 
 TARGETS = ("*", "coordinator")
 """The targets of operators' requests that a coordinator obeys."""
@@ -150,6 +159,10 @@ class _Broker:
     incarnation: int
     number: int
     heard_at: float
+    #: The incarnation that reported before; None where there was one only.
+    former: int | None = None
+    #: Whether two processes report in turns under this name.
+    is_ambiguous: bool = False
 
 
 class CoordinatorMachine:
@@ -174,7 +187,9 @@ class CoordinatorMachine:
         self._brokers: dict[str, _Broker] = {}
         self._number = 0
         self._seen: BoundedTable[Stamp, bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
-        self._answered: BoundedTable[int, bytes] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
+        self._answered: BoundedTable[int, bytes] = BoundedTable(
+            SEEN_MAX, ANSWERED_BYTES_MAX, lambda key, value: len(value) + ENTRY_BYTES
+        )
         #: Whether it acts, as far as the latest look at the lease says.
         self.is_leading = False
         self._is_stopping = False
@@ -347,7 +362,7 @@ class CoordinatorMachine:
             case MovesEnded(_, ends):
                 actions: list[CoordinatorAction] = []
                 for user, end in ends:
-                    self.counters[f"moves_{end.value}"] += 1
+                    self.counters[f"moves_{end.value}"] += self.is_leading
                     actions += self._control(controlling.MoveEnded(user, end is MoveEnd.LEFT), now)
                 return actions
             case _:
@@ -358,25 +373,33 @@ class CoordinatorMachine:
         known = self._brokers.get(report.broker)
         if known is not None and known.incarnation == stamp.incarnation and stamp.number < known.number:
             return []
+        if known is None and len(self._brokers) >= BROKERS_MAX:
+            self.counters["events_refused"] += 1
+            return []
         self.counters["reports"] += 1
-        self._brokers[report.broker] = _Broker(report.url, stamp.incarnation, stamp.number, now)
-        actions: list[CoordinatorAction] = []
+        present = self._brokers[report.broker] = _Broker(report.url, stamp.incarnation, stamp.number, now)
+        fields = {"subject": report.broker, "url": report.url}
+        notes: list[CoordinatorAction] = []
         if known is None:
-            actions.append(Noted("a broker has begun to report", fields={"broker": report.broker, "url": report.url}))
-        elif known.incarnation != stamp.incarnation:
-            self._warn_of_namesake(known, now, report.broker, actions)
-        return [*actions, *self._control(controlling.Reported(report), now)]
-
-    def _warn_of_namesake(self, known: _Broker, now: float, broker: str, actions: list[CoordinatorAction]) -> None:
-        """Note that a broker was restarted, or that two have one name."""
-        self.counters["broker_restarts"] += 1
-        actions.append(Noted("a broker has another process", fields={"broker": broker}))
+            notes.append(Noted("a broker has begun to report", fields=fields))
+        elif known.incarnation == stamp.incarnation:
+            present.former, present.is_ambiguous = known.former, known.is_ambiguous
+        else:
+            self.counters["broker_restarts"] += 1
+            present.former = known.incarnation
+            present.is_ambiguous = known.former == stamp.incarnation
+            if not present.is_ambiguous:
+                notes.append(Noted("a broker was restarted", fields=fields))
+            elif not known.is_ambiguous:
+                why = "two processes report in turns: give each broker an id of its own"
+                notes.append(Noted("the name of a broker is ambiguous", why, fields))
+        return [*notes, *self._control(controlling.Reported(report), now)]
 
     def _forget_silent(self, now: float) -> list[CoordinatorAction]:
         actions: list[CoordinatorAction] = []
         for id_ in [id_ for id_, each in self._brokers.items() if now - each.heard_at > self.options.forget_s]:
             del self._brokers[id_]
-            actions.append(Noted("a broker is gone", "it has not reported for long", {"broker": id_}))
+            actions.append(Noted("a broker is gone", "it has not reported for long", {"subject": id_}))
             actions += self._control(controlling.BrokerGone(id_), now)
         return actions
 
@@ -509,7 +532,8 @@ class CoordinatorMachine:
             "looks": found.looks,
             "obstacles": list(found.obstacles),
             "suspects": list(found.suspects),
-            "pinned": list(found.pinned),
+            "pinned": list(found.pinned[:SHOWN_MAX]),
+            "pinned_users": len(found.pinned),
             "in_flight": found.in_flight,
             "latest": None if found.latest is None else decision_as_data(found.latest),
         }

@@ -86,7 +86,9 @@ def _best(trial: LoadModel, brokers: list[BrokerLoad], user: User, settings: Shu
     increase_max = 2 * own + trial.connection_bytes_per_s
     ratios = [broker.load / broker.capacity for broker in admitting]
     # A broker that holds none of the interests rises by ``increase_max``: the least loaded one is always near enough.
-    ratio_max = min(ratios) * (1 + settings.slack_ratio)
+    least = min(ratios)
+    # Below 0 where reported totals are older than the candidates who were taken out of them.
+    ratio_max = least + abs(least) * settings.slack_ratio
     best: tuple[float, float, str] | None = None
     for broker, ratio in zip(admitting, ratios, strict=True):
         similarity = shared.get(broker.id, 0.0)

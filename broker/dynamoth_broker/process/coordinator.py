@@ -102,7 +102,7 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
             case ServerChanged(server, reason):
                 self._log.write(logging.WARNING, "a server cannot be used; trying again", reason, server=server)
             case Noted(message, cause, fields):
-                self._log.write(logging.INFO, message, cause, **fields)
+                self._log.write(logging.INFO, message, cause or None, limited=True, **fields)
             case DecisionRecorded(decision):
                 data = decision_as_data(decision)
                 self._log.write(logging.INFO, "decision", data.pop("reason"), **data)

@@ -45,5 +45,12 @@ def _collect(machine: BrokerMachine, lag_s: Callable[[], float]) -> Iterator[Met
     yield gauge("interests", "Different subscriptions; Redis sees each once", len(machine.interests))
     yield gauge("draining", "1 while users are moved away, and none are taken", machine.is_draining)
     yield gauge("logs_down", "Log servers that do not answer", len(machine.logs.faults))
+    rates = machine.control.rates
+    load, inbound = rates.load_bytes_per_s, rates.inbound_bytes_per_s
+    yield gauge("load_bytes_per_second", "What comes from Redis and goes to users, as it was reported last", load)
+    yield gauge("inbound_bytes_per_second", "What comes from Redis, as it was reported last", inbound)
+    yield gauge(
+        "control_down", "Redis servers through which coordinators cannot be reached", len(machine.control.faults)
+    )
     yield gauge("event_loop_lag_seconds", "How late the event loop was lately", lag_s())
     yield from _FAMILIES.counters(_COUNTERS, machine.counters)

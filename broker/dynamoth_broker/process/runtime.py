@@ -221,13 +221,13 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         return "\n".join(faults) or None
 
     def shut_down(self) -> None:
-        """Move users to the alternates, then end."""
+        """Move users to other brokers, then end."""
         self._tasks.append(self._loop.create_task(self._drain_and_end()))
 
     async def _drain_and_end(self) -> None:
         config = self._config
-        if config.options.alternates and config.drain_s and self._machine.sessions:
-            self._log.write(logging.INFO, "moving users to the alternates", sessions=len(self._machine.sessions))
+        if self._machine.control.alternates(self._loop.time()) and config.drain_s and self._machine.sessions:
+            self._log.write(logging.INFO, "moving users to other brokers", sessions=len(self._machine.sessions))
             self._driver.handle(Drain(config.evict_per_s_max))
             with suppress(TimeoutError):
                 async with asyncio.timeout(config.drain_s):

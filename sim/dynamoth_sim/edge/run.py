@@ -55,11 +55,21 @@ PATIENT = EdgeOptions(
 )
 """Nobody takes an end that was paused, perhaps several times in a row, for dead."""
 
+COORDINATOR_FAULTS = ("crash coordinator", "pause coordinator", "cut coordinator")
+
+BALANCED = replace(PATIENT, coordinators=2, broker=replace(PATIENT.broker, report_s=0.05, capacity_bytes_per_s=10_000))
+"""Two coordinators, of which one acts: it moves users all the time."""
+
 EDGE_PROFILES = {
     profile.name: profile
     for profile in (
         EdgeProfile(name="edge-calm", moves_channels=False),
         EdgeProfile(name="edge-moves", faults=(*PLANNED, "pause broker", "pause user"), edge=PATIENT),
+        EdgeProfile(
+            name="edge-balanced",
+            faults=(*PLANNED, *COORDINATOR_FAULTS, "pause broker", "pause user"),
+            edge=BALANCED,
+        ),
         EdgeProfile(
             name="edge-slow",
             faults=(*PLANNED, "slow user", "slow user"),
@@ -107,6 +117,9 @@ class EdgeChaos:
             "slow user": self._slow_user,
             "pause broker": self._pause_broker,
             "pause user": self._pause_user,
+            "pause coordinator": self._pause_coordinator,
+            "crash coordinator": self._crash_coordinator,
+            "cut coordinator": self._cut_coordinator,
             "crash broker": self._crash_broker,
             "crash user": self._crash_user,
             "cut user": self._cut_user,
@@ -228,6 +241,10 @@ class EdgeChaos:
         broker = self._random.choice(list(self._edge.brokers.values()))
         broker.pause(PAUSE_S_MAX * self._random.random())
 
+    def _pause_coordinator(self) -> None:
+        """It stands still for longer than its lease, perhaps, and goes on with what it was about to do."""
+        self._random.choice(self._edge.coordinators).pause(4 * PAUSE_S_MAX * self._random.random())
+
     def _pause_user(self) -> None:
         user = self._random.choice(self._edge.users)
         if user.process is not None:
@@ -242,6 +259,24 @@ class EdgeChaos:
         broker = self._random.choice(ready)
         broker.crash(NOTICE_S_MAX)
         self._until(DOWN_S_MAX * self._random.random(), lambda: None if broker.processes else broker.start())
+
+    def _crash_coordinator(self) -> None:
+        coordinator = self._random.choice(self._edge.coordinators)
+        if coordinator.alive:
+            coordinator.crash("crashes")
+            self._until(DOWN_S_MAX * self._random.random(), lambda: None if coordinator.alive else coordinator.start())
+
+    def _cut_coordinator(self) -> None:
+        """A connection of a coordinator is lost, or one that a broker has to a coordinator."""
+        names = [*(each.name for each in self._edge.coordinators), *(each.name for each in self._edge.brokers.values())]
+        network = self._edge.cluster.network
+        connections = [
+            each
+            for each in network.connections(process=self._random.choice(names))
+            if each.server in self._edge.cluster.servers
+        ]
+        if connections:
+            network.break_connection(self._random.choice(connections))
 
     def _crash_user(self) -> None:
         user = self._random.choice(self._edge.users)
@@ -301,6 +336,8 @@ def _live(edge: EdgeWorld, profile: EdgeProfile) -> list[Violation]:
     world.run_until(0.5)
     for broker in edge.brokers.values():
         broker.start()
+    for coordinator in edge.coordinators:
+        coordinator.start()
     world.run_until(1.0)
     workload.start()
     world.run_until(1.5)

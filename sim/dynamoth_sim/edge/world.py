@@ -1,4 +1,4 @@
-"""A simulated cluster with log servers, brokers and end users, under two audits: of live and of logged interests."""
+"""A simulated cluster with log servers, brokers, coordinators and users, under audits of live and logged interests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from dynamoth.edge.interests import Interest, channel_interest
 from dynamoth.edge.log import LogOptions
+from dynamoth.plan.plan import Server
+from dynamoth_broker.coordinator.machine import CoordinatorMachine, CoordinatorOptions
 from dynamoth_broker.events import BrokerOptions
 from dynamoth_sim.audit import Audit, Violation
 from dynamoth_sim.cluster import Cluster
@@ -14,6 +16,7 @@ from dynamoth_sim.edge.brokers import BrokerApp
 from dynamoth_sim.edge.users import UserApp
 from dynamoth_sim.edge.wires import Wire
 from dynamoth_sim.world.network import Delays
+from dynamoth_sim.world.process import Process
 from dynamoth_sim.world.redis import RedisServer
 from dynamoth_sim.world.redis_keys import Snapshot
 from dynamoth_user.machine.events import UserOptions
@@ -54,11 +57,38 @@ SHORT_USER_OPTIONS = UserOptions(
 )
 
 
+SHORT_COORDINATOR_OPTIONS = CoordinatorOptions(
+    report_s=0.05,
+    decide_s=0.1,
+    looks=1,
+    wait_s=0.1,
+    rest_s=0.1,
+    ask_timeout_s=0.1,
+    batch_timeout_s=1.0,
+    fast_half_life_s=0.1,
+    slow_half_life_s=0.1,
+    cov_max=0.02,
+    cov_target=0.0,
+    ratio_mean_min=0.0,
+    shuffle_ratio_mean_min=0.0,
+    gain_ratio_min=0.0,
+    move_cost_ratio=0.0,
+    stay_ratio=0.0,
+    ratio_accept=1000.0,
+    lease_s=0.5,
+    forget_s=0.5,
+)
+"""It moves somebody several times in a second, with little reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class EdgeOptions:
     """What the edge is like."""
 
     brokers: int = 3
+    #: Without one, brokers have no control links either.
+    coordinators: int = 0
+    coordinator: CoordinatorOptions = field(default_factory=lambda: SHORT_COORDINATOR_OPTIONS)
     logs: int = 2
     #: Channels with a log, and plain ones.
     logged: tuple[str, ...] = ("log1", "log2", "log3")
@@ -100,13 +130,27 @@ class EdgeWorld:
             )
             for name, url in zip(names, urls, strict=True)
         }
+        self.coordinators = [self._coordinator(f"coordinator{number + 1}") for number in range(options.coordinators)]
         self.users: list[UserApp] = []
         self._wires = 0
+
+    def _coordinator(self, name: str) -> Process:
+        """Return the process of a coordinator; the caller starts it."""
+        servers = [Server(server.id, server.url) for server in self.cluster.servers.values()]
+
+        def make(incarnation: int) -> CoordinatorMachine:
+            return CoordinatorMachine(servers, incarnation, self.options.coordinator)
+
+        return Process(self.world, self.cluster.network, name, make, lambda action: None)
 
     def _broker_options(self, name: str, urls: list[str]) -> BrokerOptions:
         return replace(
             self.options.broker,
             id=name,
+            url=f"wss://{name}" if self.options.coordinators else "",
+            control=(
+                {server.id: server.url for server in self.cluster.servers.values()} if self.options.coordinators else {}
+            ),
             logs={id_: server.url for id_, server in self.logs.items()},
             history=self.options.logged,
             alternates=tuple(url for url in urls if url != f"wss://{name}"),
