@@ -89,7 +89,7 @@ class Delivery:
         interest.begin_epoch(page.epoch, page.tip)
         for subscription in waiting:
             actions += self.begin(subscription, now)
-        return [*actions, *self._drain(interest, now)]
+        return [*actions, *self._drain(interest, now), *self._compare_if_stale(interest, now)]
 
     # A subscription begins.
 
@@ -275,10 +275,13 @@ class Delivery:
         return [*actions, *self.compare(interest, now)] if pending else actions
 
     def compare(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
-        """Read the log behind the tip, for all users, unless that is under way."""
-        if interest.is_reading or interest.phase is not Phase.OPEN or not interest.is_logged:
+        """Read the log behind the tip, for all users; once more if that is under way, as it may see less."""
+        if not interest.is_logged:
             return []
-        interest.is_reading = True
+        if interest.is_reading or interest.phase is not Phase.OPEN:
+            interest.is_stale = True
+            return []
+        interest.is_reading, interest.is_stale = True, False
         return self._logs.read(
             interest.id, interest.tip, self._options.page_entries, partial(self._compared, interest), now
         )
@@ -288,14 +291,17 @@ class Delivery:
         if interest.phase is not Phase.OPEN:
             return []
         if page is None:
-            if interest.pending:
+            if interest.pending or interest.is_stale:
                 self._timers.add(now + RETRY_S, self._compare_again, interest)
             return []
         actions = self._absorb(interest, page, now)
         if interest.tip < page.tip:
             return [*actions, *self.compare(interest, now)]
         interest.pending = {key: each for key, each in interest.pending.items() if key[0] == interest.epoch}
-        return [*actions, *self._drain(interest, now)]
+        return [*actions, *self._drain(interest, now), *self._compare_if_stale(interest, now)]
+
+    def _compare_if_stale(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+        return self.compare(interest, now) if interest.is_stale else []
 
     def _compare_again(self, interest: SharedInterest, now: float) -> Sequence[BrokerAction]:
         return self.compare(interest, now)

@@ -51,6 +51,7 @@ class SharedInterest:
         "interest",
         "is_logged",
         "is_reading",
+        "is_stale",
         "joined_at",
         "live",
         "others",
@@ -77,6 +78,8 @@ class SharedInterest:
         self.pending: dict[tuple[int, int], bytes] = {}
         #: Whether a read of the log for all users is under way.
         self.is_reading = False
+        #: Whether something may be missing that this read does not see.
+        self.is_stale = False
         #: The latest frames, without holes, up to ``tip``.
         self.recent: deque[Data] = deque()
         self.recent_bytes = 0

@@ -271,7 +271,7 @@ class BrokerMachine:
             actions.append(self._close(earlier, TAKEN_OVER, "a newer connection of this session is here"))
         options = self._options
         expires_in_s = None if event.grant.expires_at is None else max(0.0, event.grant.expires_at - now)
-        alternates = self.control.alternates(now)
+        alternates = self._alternates(now)  # in another order for each user: who loses this broker tries the first
         connected = Connected(session.name, options.id, alternates, options.ping_s, options.ack_s, expires_in_s)
         actions.append(Transmit(connection, connected))
         self._pings.append((now + options.ping_s, session))
