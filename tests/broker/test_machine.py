@@ -351,6 +351,25 @@ def test_a_hole_waits_for_the_log_and_copies_are_dropped() -> None:
     assert broker.publish(2, 3, 4) == []
 
 
+def test_a_gap_while_the_log_is_read_makes_it_read_again() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1)
+    [first] = reads(broker.tell(ChannelGap(LOGGED.log_channel, None, "a link was lost")))
+    assert reads(broker.tell(ChannelGap(LOGGED.log_channel, None, "a link was lost again"))) == []
+    [second] = reads(broker.page(first, 0))
+    assert reads(broker.page(second, 1, 1)) == []
+    assert broker.broker.interests.by_id[LOGGED.id].tip == 1
+
+
+def test_each_user_is_given_the_alternates_in_another_order() -> None:
+    broker = Broker()
+    sent = [action.frame for connection in (1, 2) for action in only(Transmit, broker.open(connection))]
+    first, second = (frame.alternates for frame in sent if isinstance(frame, Connected))
+    assert sorted(first) == sorted(second) == ["wss://b2", "wss://b3"]
+    assert first != second
+
+
 def test_another_epoch_is_a_gap_for_everybody() -> None:
     broker = Broker()
     broker.open(1)
