@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
+import jwt
 from websockets.asyncio.client import ClientConnection, connect
 
 from dynamoth_broker.events import BrokerOptions
@@ -17,6 +21,21 @@ from dynamoth_broker.process.runtime import BrokerConfig, run_broker
 from dynamoth_client.asyncio import Redis
 
 PATIENCE_S = 10.0
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+
+def write_keys(folder: Path) -> Path:
+    """Write a key set with one secret key, and return the file."""
+    file = folder / "keys.json"
+    secret = base64.urlsafe_b64encode(SECRET).rstrip(b"=").decode()
+    file.write_text(json.dumps({"keys": [{"kty": "oct", "kid": "k1", "alg": "HS256", "k": secret}]}))
+    return file
+
+
+def token(key: bytes = SECRET, algorithm: str = "HS256", kid: str = "k1", **claims: Any) -> str:
+    """Return a token that allows everything, but for what ``claims`` say."""
+    rights = {"sub": "ada", "exp": time.time() + 60, "channels": ["*"], "publish": ["*"], "queries": ["*"]}
+    return jwt.encode(rights | claims, key, algorithm, headers={"kid": kid})
 
 
 @dataclass

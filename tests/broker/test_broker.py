@@ -22,9 +22,7 @@ from dynamoth_broker.process.runtime import BrokerConfig
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import Redis
-from tests.broker.edge import RawUser, running_broker
-
-SECRET = b"0123456789abcdef0123456789abcdef"
+from tests.broker.edge import SECRET, RawUser, running_broker, token, write_keys
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +44,7 @@ def logs(log: EmbeddedRedis) -> dict[str, str]:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    file = tmp_path / "keys.json"
-    secret = base64.urlsafe_b64encode(SECRET).rstrip(b"=").decode()
-    file.write_text(json.dumps({"keys": [{"kty": "oct", "kid": "k1", "alg": "HS256", "k": secret}]}))
-    return file
-
-
-def token(key: bytes = SECRET, algorithm: str = "HS256", kid: str = "k1", **claims: Any) -> str:
-    rights = {"sub": "ada", "exp": time.time() + 60, "channels": ["*"], "publish": ["*"], "queries": ["*"]}
-    return jwt.encode(rights | claims, key, algorithm, headers={"kid": kid})
+    return write_keys(tmp_path)
 
 
 def run(main: Any) -> None:
