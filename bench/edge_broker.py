@@ -14,13 +14,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jwt
 from websockets.frames import Frame, Opcode
@@ -136,7 +136,7 @@ async def _connect_some(numbers: Iterator[int], port: int, token: str) -> None:
 
 
 @contextmanager
-def broker(cluster: LocalCluster, log: EmbeddedRedis, folder: Path) -> Iterator[tuple[Child, int]]:
+def broker(cluster: LocalCluster, log: EmbeddedRedis, folder: Path) -> Generator[tuple[Child, int]]:
     """Run a broker; yields it, and its port."""
     keys = folder / "keys.json"
     secret = base64.urlsafe_b64encode(SECRET).rstrip(b"=").decode()
@@ -178,7 +178,7 @@ def measure(users: int, publications: int) -> Measured:
             try:
                 grown = resident_bytes(child.pid) - before
                 client = Redis.from_url(cluster.url)
-                connections = len(client.client_list(_type="pubsub"))
+                connections = len(cast("list[Any]", cast("Any", client).client_list(_type="pubsub")))
                 receivers = client.publish("all", PAYLOAD)
                 wait_for(lambda: crowd.received_bytes() > 0)
                 frame = crowd.received_bytes() // users

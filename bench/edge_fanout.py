@@ -39,7 +39,9 @@ def measure(system: System, users: int, burst: int, frames: int) -> Measured:
     frame_bytes = len(prepare(FRAME).websocket_json)
     try:
         wait_for(lambda: server.users() == users)
-        rates, user_us, system_us = [], [], []
+        rates: list[float] = []
+        user_us: list[float] = []
+        system_us: list[float] = []
         for repetition in range(REPETITIONS + 1):
             before = server.usage()
             seconds = server.fan_out(frames // burst, burst)
@@ -64,7 +66,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=32, help="publications in one repetition")
     arguments = parser.parse_args()
     allow_files(arguments.users + 1000)
-    results = []
+    results: list[Measured] = []
     for burst in arguments.bursts:
         ours, theirs = (measure(system, arguments.users, burst, arguments.frames) for system in SYSTEMS)
         results += [ours, theirs]

@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -270,7 +270,7 @@ def allow_files(files: int) -> None:
 
 
 @contextmanager
-def certificate(folder: Path) -> Iterator[Path]:
+def certificate(folder: Path) -> Generator[Path]:
     """Make a key on the curve P-256 and a certificate for localhost, in one file."""
     path = folder / "server.pem"
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(path)]

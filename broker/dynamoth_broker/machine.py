@@ -15,9 +15,9 @@ ahead of it. Then comes ``bye``; the user has everything, and closes the connect
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import assert_never
+from typing import assert_never, cast
 
 from dynamoth.edge.frames import (
     Ack,
@@ -165,9 +165,8 @@ class BrokerMachine:
             case ChannelConfirmed() | ChannelEnded() | ChannelFailed() | ChannelGap() | BarrierPassed():
                 return self._on_channel(event, now)
             case MessagePublished(token, reason):
-                assert callable(token), "the token of PublishMessage"
-                result: list[BrokerAction] = token(reason)
-                return result
+                on_published = cast("Callable[[str | None], list[BrokerAction]]", token)  # that of PublishMessage
+                return on_published(reason)
             case MoveSession(connection, to, ticket):
                 session = self.sessions.get(connection)
                 return [] if session is None else self.move(session, to, now, ticket)

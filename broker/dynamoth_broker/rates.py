@@ -7,13 +7,14 @@ second ago has the rate of that second.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
 
 from dynamoth.edge.control import INTERESTS_MAX, USER_LOAD_CLASSES, InterestColumns
 from dynamoth_broker.coordinator.reports import busiest, user_load_class
+from dynamoth_broker.events import ConnectionId
 from dynamoth_broker.interests import InterestTable, SharedInterest
 from dynamoth_broker.sessions import Session
 
@@ -99,7 +100,7 @@ class Rates:
         by_id = self._interests.by_id
         return {id_: by_id[id_].users for id_ in ids if id_ in by_id}
 
-    def user_loads(self, sessions: dict[object, Session]) -> tuple[int, ...]:
+    def user_loads(self, sessions: Mapping[ConnectionId, Session]) -> tuple[int, ...]:
         """Return how many users have a load in each class, estimated from some of them."""
         users = len(sessions)
         begin = self._sampled % users if users > SAMPLE_USERS else 0

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,7 +66,7 @@ class RunningBroker:
 @asynccontextmanager
 async def running_broker(
     cluster_url: str, logs: dict[str, str], id_: str = "b1", **settings: Any
-) -> AsyncIterator[RunningBroker]:
+) -> AsyncGenerator[RunningBroker]:
     """Run a broker until the end of the block."""
     machine = {name: settings.pop(name) for name in list(settings) if name in BrokerOptions.__dataclass_fields__}
     options = replace(BrokerOptions(id=id_, logs=logs, history=("log*",)), **machine)
@@ -75,7 +75,7 @@ async def running_broker(
     config = BrokerConfig(**defaults | settings, options=options, make_client=make_client)
     stop = asyncio.Event()
     ports: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(run_broker(config, stop, lambda *each: ports.set_result(each)))
+    task = asyncio.create_task(run_broker(config, stop, lambda port, sse_port: ports.set_result((port, sse_port))))
     awaited: set[asyncio.Future[Any]] = {task, ports}
     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S)
     if task.done():

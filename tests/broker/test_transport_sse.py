@@ -60,7 +60,7 @@ async def browser(server: SseServer) -> AsyncGenerator[Browser]:
 
 async def event(response: aiohttp.ClientResponse) -> dict[str, str]:
     """Return the fields of the next event."""
-    fields = {}
+    fields: dict[str, str] = {}
     while (line := (await response.content.readuntil(b"\n")).decode()) != "\n":
         name, _, value = line.rstrip("\n").partition(": ")
         fields[name] = value

@@ -50,7 +50,7 @@ def everything(model: LoadModel) -> list[Candidates]:
 
 @given(small_worlds())
 def test_with_every_user_as_candidate_the_model_is_the_full_one(model: LoadModel) -> None:
-    totals = []
+    totals: list[Total] = []
     for broker in model.brokers.values():
         report = report_of(model, broker)
         totals.append(Total(report, Standing.OPEN, report.load_bytes_per_s))

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class Browser:
         self._url = url
 
     @asynccontextmanager
-    async def open(self, url: str) -> AsyncIterator[Page]:
+    async def open(self, url: str) -> AsyncGenerator[Page]:
         """Open a page in a tab of its own. Afterwards it fails if anything on the page went uncaught."""
         async with aiohttp.ClientSession() as session, session.ws_connect(self._url, max_msg_size=0) as socket:
             devtools = DevTools(socket)
@@ -187,7 +187,7 @@ def _text(details: dict[str, Any]) -> str:
 
 
 @contextmanager
-def running_chromium(program: str) -> Iterator[Browser]:
+def running_chromium(program: str) -> Generator[Browser]:
     """Start Chromium with an empty profile, and end it with all of its processes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(

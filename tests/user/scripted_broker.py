@@ -6,9 +6,9 @@ import asyncio
 import json
 import ssl
 from base64 import b64encode
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -80,7 +80,7 @@ class Peer:
     async def welcome(self, broker: str = "b1", *, offset: int | None = 0, **connected: Any) -> Connect:
         """Answer ``connect``: every subscription begins at its ``since``, or at ``offset``; None: they are live."""
         connect = await self.read(Connect)
-        await self.send(Connected(connect.session, broker, **{"ack_s": 0.0, **connected}))
+        await self.send(Connected(connect.session, broker, **cast("dict[str, Any]", {"ack_s": 0.0, **connected})))
         for wanted in connect.subs:
             begin = None if offset is None else wanted.since or at(offset)
             await self.send(Subscribed(wanted.ref, wanted.interest.id, begin))
@@ -106,7 +106,7 @@ class ScriptedBroker:
         """Return the next connection of a user."""
         return await self.peers.get()
 
-    async def _serve(self, websocket: ServerConnection) -> None:
+    async def serve(self, websocket: ServerConnection) -> None:
         peer = Peer(websocket)
         self.peers.put_nowait(peer)
         await peer.run()
@@ -115,11 +115,11 @@ class ScriptedBroker:
 @asynccontextmanager
 async def scripted_broker(
     *, subprotocols: Sequence[str] | None = (JSON, MSGPACK), tls: ssl.SSLContext | None = None
-) -> AsyncIterator[ScriptedBroker]:
+) -> AsyncGenerator[ScriptedBroker]:
     """Run a scripted broker."""
     broker = ScriptedBroker()
     async with serve(
-        broker._serve,
+        broker.serve,
         "127.0.0.1",
         0,
         ssl=tls,

@@ -8,7 +8,7 @@ import functools
 import json
 import random
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -174,7 +174,7 @@ async def _page(_request: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def world(browser: Browser, path: str = "/") -> AsyncIterator[World]:
+async def world(browser: Browser, path: str = "/") -> AsyncGenerator[World]:
     made = World()
     app = web.Application()
     app.router.add_get("/", _page)

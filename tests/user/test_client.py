@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,11 +54,13 @@ from dynamoth_user.engine import may_connect
 from tests.tls import make_certificates
 from tests.user.scripted_broker import JSON, MSGPACK, Peer, ScriptedBroker, at, data, scripted_broker
 
+# pyright: reportPrivateUsage=false
+
 _T = TypeVar("_T")
 
 
 @asynccontextmanager
-async def doing(work: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
+async def doing(work: Coroutine[Any, Any, _T]) -> AsyncGenerator[asyncio.Task[_T]]:
     """Run something beside the body, and wait for its end."""
     task = asyncio.create_task(work)
     try:
@@ -129,12 +131,14 @@ async def test_an_item_is_acknowledged_when_the_next_one_is_asked_for() -> None:
 
 async def test_an_item_whose_task_has_failed_is_not_acknowledged() -> None:
     async with scripted_broker() as broker:
+        peer: Peer | None = None
         with pytest.raises(ZeroDivisionError):
             async with client_of(broker) as client:
                 peer, news = await subscribed(client, broker)
                 await peer.send(data("news", "1", 1))
                 async for _ in news:
                     raise ZeroDivisionError
+        assert peer is not None
         await peer.closed
         assert peer.frames.empty()
 
@@ -758,7 +762,7 @@ async def test_a_fault_of_the_client_ends_it(monkeypatch: pytest.MonkeyPatch, ca
         async with doing(client.publish("news", b"")) as publishing:
             await peer.read(PublishRequest)
             with caplog.at_level(logging.CRITICAL, "dynamoth.user"):
-                monkeypatch.setattr("dynamoth_user.machine.machine.UserMachine._on_data", lambda *_: 1 / 0)
+                monkeypatch.setattr("dynamoth_user.machine.machine.UserMachine._on_data", _fail)
                 await peer.send(data("news", "1", 1))
                 with pytest.raises(ClientFailed, match="1011"):
                     await anext(news)
@@ -782,3 +786,7 @@ def test_mistakes_in_the_options_are_errors() -> None:
 async def test_a_client_is_used_inside_async_with_only() -> None:
     with pytest.raises(RuntimeError, match="async with"):
         await Client(["ws://b1/connect"]).subscribe("news")
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError

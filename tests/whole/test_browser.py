@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ PAGE = """<!doctype html><title>test</title><script type="module">
 
 
 @asynccontextmanager
-async def page_server() -> AsyncIterator[str]:
+async def page_server() -> AsyncGenerator[str]:
     """Serve the page and the client; yields the origin."""
     app = web.Application()
 

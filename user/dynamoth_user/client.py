@@ -14,7 +14,7 @@ import ssl as ssl_module
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Literal, cast
 from urllib.parse import urlsplit
 
 from dynamoth.edge.frames import EXACT_MAX, PublishRequest
@@ -352,8 +352,7 @@ class Client:
             subscription.put(item)
 
     def _end_publish(self, action: PublishEnded) -> None:
-        answer = action.token
-        assert isinstance(answer, asyncio.Future)
+        answer = cast("asyncio.Future[Position | None]", action.token)
         if answer.done():
             return
         if action.code is None:

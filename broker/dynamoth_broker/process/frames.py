@@ -12,7 +12,7 @@ import binascii
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import msgpack
 
@@ -163,16 +163,17 @@ _read_json = json.JSONDecoder(
 
 def _check(value: Any) -> None:
     """Check types, numbers and nesting, without recursion. Raises MalformedMessage."""
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(DEPTH_MAX):
         below: list[Any] = []
         for each in level:
             match each:
                 case dict():
-                    _check_strings(each)
-                    below.extend(each.values())
+                    mapping = cast(Frame, each)
+                    _check_strings(mapping)
+                    below.extend(mapping.values())
                 case list():
-                    below.extend(each)
+                    below += [*each]
                 case str():
                     _check_strings((each,))
                 case float():
@@ -202,4 +203,4 @@ def _check_strings(strings: Any) -> None:
 def _as_frame(value: Any) -> Frame:
     if not isinstance(value, dict):
         raise MalformedMessage("not an object")
-    return value
+    return cast(Frame, value)

@@ -368,7 +368,8 @@ class SseConnection(UserConnection):
         self._wake.set()
 
     def _take(self) -> bytes:
-        parts, taken = [], 0
+        parts: list[bytes] = []
+        taken = 0
         while self._queued and taken < WRITTEN_BYTES:
             part = self._queued.popleft()
             parts.append(part)

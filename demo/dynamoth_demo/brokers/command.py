@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -268,7 +268,7 @@ class _Demo:
         time.sleep(part_s)
 
     @contextmanager
-    def _showing(self) -> Iterator[None]:
+    def _showing(self) -> Generator[None]:
         """Show where the users are, once a second."""
         ended = threading.Event()
 

@@ -247,7 +247,8 @@ def _appending(**changed: int) -> AbstractContextManager[None]:
 
     def append(*arguments: Any) -> Any:
         bound = signature.bind(*arguments)
-        return append_command(**(bound.arguments | changed))
+        changed_arguments: dict[str, Any] = {**bound.arguments, **changed}
+        return append_command(**changed_arguments)
 
     return replaced(dynamoth.edge.log, append_command=append)
 

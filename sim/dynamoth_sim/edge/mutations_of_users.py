@@ -54,7 +54,7 @@ def positions_move_at_receipt() -> Generator[None]:
 
     def move(_: UserMachine, subscription: UserSubscription, frame: Data) -> None:
         received = subscription.received
-        if received is not None and frame.o == received.offset + 1:
+        if received is not None and frame.o is not None and frame.o == received.offset + 1:
             subscription.handled = Position(received.epoch, frame.o)
 
     with _on_data(move), replaced(UserMachine, _on_handled=no_actions):

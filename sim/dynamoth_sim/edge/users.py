@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from dynamoth.edge.frames import read_broker_frame, to_wire
@@ -114,10 +115,7 @@ class UserApp:
         self._life += 1
         self._generation += 1000
         options = self._options
-        made = UserOptions(
-            **{name: getattr(options, name) for name in UserOptions.__slots__}
-            | {"session": self.name, "generation": self._generation}
-        )
+        made = replace(options, session=self.name, generation=self._generation)
         self.process = Process(
             self.world, _NO_NETWORK, self.name, lambda incarnation: UserMachine(made, incarnation), self._act
         )
