@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth import names
+from dynamoth.edge.interests import channel_interest
+from dynamoth.edge.log import log_keys
 from dynamoth.globs import compile_glob
 from dynamoth_cli.commands.acl import ROLES, make_user, read_passwords, rights_of, to_lines
 from dynamoth_cli.main import main
@@ -44,6 +46,10 @@ FORBIDDEN = (
     names.BALANCER_CHANNEL,
     names.OPERATOR_CHANNEL,
     names.operator_inbox(7),
+    names.OPERATOR_EDGE_CHANNEL,
+    names.COORDINATOR_CHANNEL,
+    names.BROKERS_CHANNEL,
+    names.broker_channel("b1"),
     names.relay_channel(b"news.x"),
     names.PLAN_KEY,
 )
@@ -56,8 +62,8 @@ def test_no_pattern_gives_a_client_what_is_said_between_others(pattern: bytes) -
         assert not allowed((*rights.both, *rights.listens, *rights.speaks), channel)
 
 
-@pytest.mark.parametrize("role", ["balancer", "operator"])
-def test_balancer_and_operators_use_no_channel_of_applications(role: str) -> None:
+@pytest.mark.parametrize("role", ["balancer", "coordinator", "operator"])
+def test_balancer_coordinator_and_operators_use_no_channel_of_applications(role: str) -> None:
     rights = rights_of(role, [b"news.*"])
     assert not any(allowed((*rights.both, *rights.listens, *rights.speaks), name) for name in derived(b"news.x"))
 
@@ -67,6 +73,25 @@ def test_an_operator_cannot_speak_as_an_agent_nor_an_agent_s_channel_be_an_opera
     assert not allowed((*operator.listens, *operator.speaks), names.BALANCER_CHANNEL)
     assert not allowed(balancer.speaks, names.BALANCER_CHANNEL)
     assert allowed(balancer.speaks, names.operator_inbox(7)) and allowed(operator.listens, names.operator_inbox(7))
+
+
+def test_brokers_and_coordinators_cannot_speak_as_each_other_nor_as_operators() -> None:
+    broker, coordinator = rights_of("broker", [b"news.*"]), rights_of("coordinator", [])
+    said = {
+        names.COORDINATOR_CHANNEL: (broker, coordinator),
+        names.BROKERS_CHANNEL: (coordinator, broker),
+        names.broker_channel("b1"): (coordinator, broker),
+    }
+    for channel, (speaker, listener) in said.items():
+        assert allowed(speaker.speaks, channel) and allowed(listener.listens, channel)
+        assert not allowed(listener.speaks, channel)
+    for each in (broker, coordinator):
+        assert allowed(each.listens, names.OPERATOR_EDGE_CHANNEL) and not allowed(
+            each.speaks, names.OPERATOR_EDGE_CHANNEL
+        )
+        assert not allowed(each.speaks, names.OPERATOR_CHANNEL) and names.BALANCER_LEASE_KEY not in each.keys_written
+    assert allowed(broker.both, b"news.x") and allowed(broker.both, channel_interest("news.x").log_channel)
+    assert not allowed(broker.both, SECRET) and allowed(broker.keys_written, log_keys("x")[0])
 
 
 def test_redis_7_has_clients_listen_and_speak_on_different_names() -> None:

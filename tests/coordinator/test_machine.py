@@ -15,6 +15,7 @@ from dynamoth.machine.events import LinkUp, Pushed, Send, Start
 from dynamoth.names import COORDINATOR_CHANNEL, COORDINATOR_LEASE_KEY, OPERATOR_EDGE_CHANNEL
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
+from dynamoth_broker.coordinator.controller import Stage
 from dynamoth_broker.coordinator.events import Decision
 from dynamoth_broker.coordinator.machine import (
     COPIES,
@@ -293,6 +294,19 @@ def test_without_the_majority_nobody_acts_and_brokers_go_on() -> None:
     for id_ in ("s1", "s2"):
         edge.servers[id_].start()
     edge.until(lambda: edge.users()[1] >= 4, "it acts again")
+
+
+def test_one_that_loses_the_lease_keeps_what_it_knows_and_forgets_its_plan() -> None:
+    edge = SimEdge()
+    edge.staying = {f"u{number}" for number in range(12)}
+    edge.crowd()
+    edge.ask("pin", 1, session="u3")
+    edge.until(lambda: edge.coordinator().controller.stage is Stage.MOVING, "users are asked to move")
+    for id_ in ("s1", "s2"):
+        edge.servers[id_].stop()
+    edge.until(lambda: edge.leaders() == [], "it waits")
+    controller = edge.coordinator().controller
+    assert (controller.stage, controller.pinned, len(controller.fleet)) == (Stage.WATCHING, {"u3"}, 2)
 
 
 def test_one_server_out_of_reach_of_the_coordinator_does_not_matter() -> None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from dynamoth.edge.interests import channel_interest
+from dynamoth.edge.log import LogOptions, append_command
+from dynamoth.machine.events import ErrorReply
 from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_cli.local.embedded import reserve_port
 from dynamoth_cli.main import main
 from dynamoth_client.asyncio import PubSub, from_url
 from dynamoth_dispatcher.observation import QUIET_PATTERNS
-from tests.whole.acl_cluster import Rules, acl_cluster, acl_log, all_rules
+from dynamoth_link.query import query
+from dynamoth_link.urls import ServerAddress
+from tests.loop_thread import LoopThread
+from tests.whole.acl_cluster import USERS, Rules, acl_cluster, acl_log, all_rules
+from tests.whole.edge_users import RawUser
 from tests.whole.harness import logged, until
 
 PATIENCE_S = 30.0
@@ -134,4 +145,44 @@ def test_operators_see_and_change_everything_from_the_command_line(
     assert main(["plan", "show", "--url", url]) == 0
     assert main(["plan", "move", "news.cli", "--to", "s2", "--url", url]) == 0
     assert "news.cli" in capsys.readouterr().out
+    assert acl_log(cluster) == []
+
+
+def test_brokers_and_a_coordinator_work_under_the_rules(
+    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = f"l1=redis://127.0.0.1:{cluster.redis['s1'].port}"
+    user = RawUser("u1", ["news.live", "news.logged"])
+    with ExitStack() as stack:
+        port = stack.enter_context(reserve_port()).getsockname()[1]
+        flags = ("--id", "b1", "--port", str(port), "--anonymous", "on", "--logs", logs, "--history", "news.logged")
+        broker = cluster.beside("b1", "broker", *flags)
+        coordinator = cluster.beside("coordinator", "coordinator")
+        users = LoopThread("users")
+        for close in (users.close, broker.stop, coordinator.stop, lambda: users.call(user.close())):
+            stack.callback(close)
+        broker.start()
+        coordinator.start()
+
+        def status() -> dict[str, Any]:
+            code = main(["broker", "status", "--json", "--url", cluster.url_of("operator")])
+            output: dict[str, Any] = json.loads(capsys.readouterr().out) if code == 0 else {}
+            return output
+
+        def is_complete() -> bool:
+            found = status()
+            leading = found.get("coordinator") or {"brokers": []}
+            return leading["brokers"] == ["b1"] and found["brokers"]["b1"]["coordinated"] is True
+
+        until(is_complete, f"the coordinator hears the broker {coordinator.lines[-5:]} {broker.lines[-5:]}", 0.1)
+        users.call(user.start(f"ws://127.0.0.1:{port}/connect"))
+        [run_id] = re.findall(r"run_id:(\w+)", cluster.ask("s1", (b"INFO", b"server"))[0].decode())
+        interest = channel_interest("news.logged")
+        append = append_command(interest.id, b"hello", run_id, 7, LogOptions())
+        server = ServerAddress("127.0.0.1", cluster.redis["s1"].port, None, *USERS["broker"])
+        [appended] = asyncio.run(query(server, append, timeout_s=PATIENCE_S))
+        assert not isinstance(appended, ErrorReply), appended
+        main(["broker", "drain", "b1", "--url", cluster.url_of("operator")])
+        capsys.readouterr()
+        assert user.losses == [] and status()["brokers"]["b1"]["sessions"] == 1
     assert acl_log(cluster) == []

@@ -8,7 +8,7 @@ from functools import partial
 
 from dynamoth.edge.interests import Interest
 from dynamoth.plan.plan import Assignment, Mode, single
-from dynamoth_broker.events import Drain, EndDrain
+from dynamoth_broker.events import BrokerOptions, Drain, EndDrain
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, Setting, short_options
 from dynamoth_sim.edge.users import UserApp
@@ -57,7 +57,13 @@ PATIENT = EdgeOptions(
 
 COORDINATOR_FAULTS = ("crash coordinator", "pause coordinator", "cut coordinator")
 
-BALANCED = replace(PATIENT, coordinators=2, broker=replace(PATIENT.broker, report_s=0.05, capacity_bytes_per_s=10_000))
+
+def _reporting(options: BrokerOptions) -> BrokerOptions:
+    """Return options of brokers that report often, and that a few publications load."""
+    return replace(options, report_s=0.05, capacity_bytes_per_s=10_000)
+
+
+BALANCED = replace(PATIENT, coordinators=2, broker=_reporting(PATIENT.broker))
 """Two coordinators, of which one acts: it moves users all the time."""
 
 EDGE_PROFILES = {
@@ -69,6 +75,12 @@ EDGE_PROFILES = {
             name="edge-balanced",
             faults=(*PLANNED, *COORDINATOR_FAULTS, "pause broker", "pause user"),
             edge=BALANCED,
+        ),
+        EdgeProfile(
+            name="edge-balanced-crashes",
+            faults=(*PLANNED, *COORDINATOR_FAULTS, *CRASHES, "slow user", "pause broker", "lose publication"),
+            losses_allowed=True,
+            edge=replace(BALANCED, broker=_reporting(SHORT_BROKER_OPTIONS), user=SHORT_USER_OPTIONS, unread_max=100),
         ),
         EdgeProfile(
             name="edge-slow",
