@@ -1,8 +1,8 @@
 """``dynamoth demo-brokers``: end users on edge brokers that are drained and killed, while an audit looks on.
 
-Three Redis servers with agents and balancer, two log servers, three brokers, and some hundred users in processes of
-their own. Most users begin at one broker. Two brokers are drained, one after the other, and come back. One is killed. A
-page for a browser is one more user: it shows its own migrations.
+Three Redis servers with agents and balancer, two log servers, three brokers, a coordinator, and some hundred users in
+processes of their own. Most users begin at one broker, which the coordinator relieves. Another one is drained and comes
+back, and one is killed. A page for a browser is one more user: it shows its own migrations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jwt
 
 import dynamoth_user
 from dynamoth.errors import DynamothError
-from dynamoth_cli.local.child import Child, dynamoth_command, interrupted_by_signals
+from dynamoth_cli.local.child import Child, interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
 from dynamoth_cli.numbers import count_up_to
@@ -45,6 +45,21 @@ LOGS = 2
 BROKERS = ("b1", "b2", "b3")
 CROWD_RATIO = 0.7
 """This share of the users begins at the first broker."""
+
+SETTINGS = {
+    "broker.capacity_bytes_per_s": 1_000_000,
+    "broker.report_s": 0.5,
+    "coordinator.report_s": 0.5,
+    "coordinator.decide_s": 1.0,
+    "coordinator.looks": 2,
+    "coordinator.wait_s": 3.0,
+    "coordinator.rest_s": 5.0,
+    "coordinator.slow_half_life_s": 2.0,
+    "coordinator.fast_half_life_s": 1.0,
+    "coordinator.ratio_mean_min": 0.01,
+    "coordinator.shuffle_ratio_mean_min": 10.0,
+}
+"""Short times, as a demo is short, and thresholds that a few hundred users reach."""
 
 READY_TIMEOUT_S = 60.0
 JUDGE_TIMEOUT_S = 60.0
@@ -127,11 +142,13 @@ class _Demo:
         self._arguments = arguments
         self._stack = stack
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamoth-demo-")))
-        self._cluster = stack.enter_context(LocalCluster(SERVERS))
+        self._cluster = stack.enter_context(LocalCluster(SERVERS, settings=SETTINGS))
         self._logs = [stack.enter_context(EmbeddedRedis()) for _ in range(LOGS)]
         self._ports = [self._free_port() for _ in BROKERS]
         self._secret = os.urandom(32)
         self._brokers = {id_: self._broker(id_) for id_ in BROKERS}
+        self._coordinator = self._cluster.beside("coordinator", "coordinator")
+        stack.callback(self._coordinator.stop)
         self._workers: list[_Workers] = []
         self._latencies = LatencyCounts()
 
@@ -148,13 +165,13 @@ class _Demo:
         secret = base64.urlsafe_b64encode(self._secret).rstrip(b"=").decode()
         keys.write_text(json.dumps({"keys": [{"kty": "oct", "kid": "demo", "alg": "HS256", "k": secret}]}))
         logs = " ".join(f"l{index}=redis://127.0.0.1:{log.port}" for index, log in enumerate(self._logs, 1))
-        command = dynamoth_command(
-            *("broker", "--config", str(self._cluster.config_file), "--id", id_),
+        child = self._cluster.beside(
+            f"broker {id_}",
+            *("broker", "--id", id_),
             *("--port", str(self._ports[BROKERS.index(id_)]), "--logs", logs, "--history", "log.*"),
             *("--alternates", " ".join(self._url(other) for other in BROKERS if other != id_)),
             *("--token-keys-file", str(keys), "--anonymous", "true", "--origins", self._origin),
         )
-        child = Child(f"broker {id_}", command, environment=dict(os.environ))
         self._stack.callback(child.kill)
         return child
 
@@ -227,6 +244,7 @@ class _Demo:
         """Play it, and judge."""
         for id_ in BROKERS:
             self._start_broker(id_)
+        self._coordinator.start()
         if self._page is not None:
             brokers = quote(",".join(self._url(id_) for id_ in BROKERS), safe="")
             url = f"{self._origin}/example.html?brokers={brokers}&channel={PAGE_CHANNEL}"
@@ -250,18 +268,14 @@ class _Demo:
         return self._conclude(results, len(failed))
 
     def _play(self) -> None:
-        """Drain a broker, and bring it back; kill another one, and bring it back."""
+        """Let the coordinator work; drain a broker, and bring it back; kill another one, and bring it back."""
         part_s = self._arguments.seconds / 5
-        time.sleep(part_s)
+        time.sleep(2 * part_s)
         _say("b2 is drained: it moves its users, and ends")
         self._brokers["b2"].stop(timeout_s=60.0)
         time.sleep(part_s)
-        _say("b2 comes back; b1, with most of the users, is drained")
+        _say("b2 comes back; b3 is killed")
         self._start_broker("b2")
-        self._brokers["b1"].stop(timeout_s=60.0)
-        time.sleep(part_s)
-        _say("b1 comes back; b3 is killed")
-        self._start_broker("b1")
         self._brokers["b3"].kill()
         time.sleep(part_s)
         self._start_broker("b3")
