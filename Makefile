@@ -91,7 +91,7 @@ soak: $(DEV)
 
 # More of what is drawn at random: seeds of the simulator, examples of properties, minutes of churn.
 exhaustive: $(DEV)
-	DYNAMOTH_TEST_SEEDS=5000 $(PARALLEL) tests/sim/test_seeds.py
+	DYNAMOTH_TEST_SEEDS=5000 $(PARALLEL) tests/sim/test_seeds.py tests/sim/test_edge_seeds.py
 	$(PARALLEL) --hypothesis-profile=exhaustive tests/agent tests/balancer tests/config tests/core tests/lla tests/machines
 	$(BIN)/python -m bench.churn
 

@@ -16,12 +16,14 @@ import jwt
 import pytest
 
 from dynamoth.edge.interests import channel_interest
+from dynamoth.edge.log import LogOptions, append_command
 from dynamoth.errors import ConfigError
 from dynamoth_broker.events import BrokerOptions
 from dynamoth_broker.process.runtime import BrokerConfig
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import Redis
+from dynamoth_link.query import query
 from tests.broker.edge import SECRET, RawUser, running_broker, token, write_keys
 
 
@@ -286,6 +288,46 @@ def test_server_sent_events_go_on_from_the_last_event(cluster: LocalCluster, log
                 _, frame = await _events_until(stream, "data")
                 assert frame["d"] == "m3"
             await writer.close()
+
+    run(main())
+
+
+MISSED = 10_000
+
+
+async def fill_log(logs: dict[str, str], channel: str) -> dict[str, Any]:
+    """Append what a user misses in an hour; return the position before it, as frames have it."""
+    interest = channel_interest(channel)
+    commands = [
+        append_command(interest.id, b"result %d" % number, "", 0xE, LogOptions(durable=True))
+        for number in range(1, MISSED + 1)
+    ]
+    for first in range(0, MISSED, 1000):
+        await query(logs["l1"], *commands[first : first + 1000], timeout_s=30.0)
+    return {"epoch": f"{0xE:016x}", "offset": 0}
+
+
+def test_who_was_away_gets_everything_at_another_broker(
+    cluster: LocalCluster, logs: dict[str, str], keys: Path
+) -> None:
+    async def main() -> None:
+        since = await fill_log(logs, "log-away")
+        expected = [f"result {number}" for number in range(1, MISSED + 1)]
+        settings: dict[str, Any] = {"log": LogOptions(durable=True), "sse_port": _free_port()}
+        async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
+            user = await RawUser.open(broker.url, {"channel": "log-away", "since": since})
+            assert user.answers()[0]["recovered"]
+            early = [frame["d"] for frame in user.skipped if frame["type"] == "data"]
+            assert early + await user.texts(MISSED - len(early)) == expected
+            await user.close()
+            sub = {"ref": 1, "channel": "log-away"}
+            connect = {"type": "connect", "v": 1, "session": "ada", "subs": [sub]}
+            encoded = base64.urlsafe_b64encode(json.dumps(connect).encode()).decode()
+            positions = {channel_interest("log-away").id: (since["epoch"], since["offset"])}
+            last = base64.urlsafe_b64encode(json.dumps(positions).encode()).decode()
+            url = f"http://127.0.0.1:{broker.sse_port}/sse"
+            async with http.get(url, params={"connect": encoded}, headers={"Last-Event-ID": last}) as stream:
+                assert [(await _events_until(stream, "data"))[1]["d"] for _ in expected] == expected
 
     run(main())
 
