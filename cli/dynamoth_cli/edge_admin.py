@@ -1,7 +1,7 @@
 """Asks edge brokers and their coordinators: one request goes to all of them, and each answers.
 
-They all listen on one channel at every server, so the reply of NUMSUB is the number of answers to expect. So brokers
-answer also while no coordinator runs.
+They all listen on one channel at every server, and coordinators on one of their own, so the reply of NUMSUB is the
+number of answers to expect. So brokers answer also while no coordinator runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamoth.errors import ClusterUnavailable, RequestRefused
 from dynamoth.machine.events import ErrorReply, Start
-from dynamoth.names import OPERATOR_EDGE_CHANNEL
+from dynamoth.names import COORDINATOR_CHANNEL, OPERATOR_EDGE_CHANNEL
 from dynamoth.protocol.control import AdminReply, AdminRequest
 from dynamoth_cli.admin import AdminMachine, Answered, Refused, ask_all
 from dynamoth_link.driver import Driver
@@ -34,6 +34,11 @@ ANSWER_TIMEOUT_S = 5.0
 NOBODY = (
     "no edge broker and no coordinator is running in this cluster (nobody listens on their channel): start"
     " 'dynamoth broker' with the servers of the cluster"
+)
+
+NO_COORDINATOR = (
+    "no coordinator is running in this cluster (nobody listens on its channel): start 'dynamoth coordinator'; until"
+    " then nobody is moved by load"
 )
 
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
@@ -81,9 +86,9 @@ async def ask_edge(
         ClusterUnavailable: no server answers, nobody listens, or nobody has answered in time.
 
     """
-    server, listeners = await _find(cluster, link)
+    server, listeners = await _find(cluster, link, is_for_coordinators=target == COORDINATORS)
     request = AdminRequest(secrets.randbits(63), command, {"target": target, **arguments})
-    expected = 1 if target not in (EVERYBODY, COORDINATORS) else listeners
+    expected = listeners if target in (EVERYBODY, COORDINATORS) else 1
     replies: list[AdminReply] = []
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -113,7 +118,7 @@ async def ask_edge(
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await done
     except TimeoutError as error:
-        whom = "the broker " + target if expected == 1 else "anybody"
+        whom = "anybody" if target == EVERYBODY else f"the {target}" if target == COORDINATORS else f"broker {target}"
         why = f" ({machine.fault})" if machine.fault else ""
         raise ClusterUnavailable(
             f"no answer of {whom} within {ANSWER_TIMEOUT_S:g} s{why}: 'dynamoth broker status' shows who runs"
@@ -123,11 +128,12 @@ async def ask_edge(
     return EdgeAnswers(tuple(replies), expected)
 
 
-async def _find(cluster: ClusterAddress, link: LinkOptions) -> tuple[ServerAddress, int]:
+async def _find(cluster: ClusterAddress, link: LinkOptions, *, is_for_coordinators: bool) -> tuple[ServerAddress, int]:
     """Return the server where most of them listen, and how many that are."""
+    channel = COORDINATOR_CHANNEL if is_for_coordinators else OPERATOR_EDGE_CHANNEL
     best: tuple[ServerAddress, int] | None = None
     faults: list[LinkError] = []
-    answers = await ask_all(cluster.servers, (b"PUBSUB", b"NUMSUB", OPERATOR_EDGE_CHANNEL), link=link)
+    answers = await ask_all(cluster.servers, (b"PUBSUB", b"NUMSUB", channel), link=link)
     for server, answer in zip(cluster.servers, answers, strict=True):
         if isinstance(answer, LinkError):
             faults.append(answer)
@@ -139,4 +145,4 @@ async def _find(cluster: ClusterAddress, link: LinkOptions) -> tuple[ServerAddre
         return best
     if len(faults) == len(cluster.servers):
         raise ClusterUnavailable("no server of the cluster answers:" + "".join(f"\n  {fault}" for fault in faults))
-    raise ClusterUnavailable(NOBODY)
+    raise ClusterUnavailable(NO_COORDINATOR if is_for_coordinators else NOBODY)

@@ -32,7 +32,8 @@ async def serving() -> AsyncGenerator[HttpServer]:
         "/healthz": health,
         "/readyz": lambda: readiness("no plan"),
     }
-    server = await HttpServer.start("127.0.0.1", 0, paths)
+    queries = {"/echo": lambda query: HttpAnswer(HTTPStatus.OK, query.encode())}
+    server = await HttpServer.start("127.0.0.1", 0, paths, queries)
     try:
         yield server
     finally:
@@ -61,9 +62,11 @@ def get(path: str, method: str = "GET") -> bytes:
     [
         (get("/fine"), 200, b"fine\n"),
         (get("/fine?name[]=x"), 200, b"fine\n"),
+        (get("/echo?name[]=x&y"), 200, b"name[]=x&y"),
+        (get("/echo"), 200, b""),
         (get("/healthz"), 200, b"ok\n"),
         (get("/readyz"), 503, b"not ready: no plan\n"),
-        (get("/"), 404, b"no such path; there are /fine, /bug, /healthz, /readyz\n"),
+        (get("/"), 404, b"no such path; there are /fine, /bug, /healthz, /readyz, /echo\n"),
         (get("/fine", "HEAD"), 200, b""),
         (get("/fine", "POST"), 405, b"Method Not Allowed\n"),
         (b"GET /fine\r\n\r\n", 400, b"Bad Request\n"),
