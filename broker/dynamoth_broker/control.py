@@ -90,11 +90,32 @@ ALL_BROKERS = "*"
 """The target of a request to everybody."""
 
 
+class Movable(Protocol):
+    """What this part needs of the broker's moves."""
+
+    def move(self, session: Session, to: tuple[str, ...], now: float) -> list[BrokerAction]:
+        """Ask a user to move."""
+        ...
+
+    def drain(self, rate: float, now: float) -> list[BrokerAction]:
+        """Move everybody away."""
+        ...
+
+    def end_drain(self) -> None:
+        """Take users again."""
+        ...
+
+
 class Controlled(Protocol):
     """What this part needs of the broker's machine."""
 
     interests: InterestTable
     sessions: dict[ConnectionId, Session]
+
+    @property
+    def moves(self) -> Movable:
+        """What moves users."""
+        ...
 
     @property
     def is_draining(self) -> bool:
@@ -108,18 +129,6 @@ class Controlled(Protocol):
 
     def session_of(self, user: str, name: str) -> Session | None:
         """Return the newest connection of a session; None where there is none."""
-        ...
-
-    def move(self, session: Session, to: tuple[str, ...], now: float) -> list[BrokerAction]:
-        """Ask a user to move."""
-        ...
-
-    def drain(self, rate: float, now: float) -> list[BrokerAction]:
-        """Move everybody away."""
-        ...
-
-    def end_drain(self) -> None:
-        """Take users again."""
         ...
 
 
@@ -330,7 +339,7 @@ class Control:
             elif _is_moving(session, now) or not request.targets[target]:
                 actions += self._ended(user, MoveEnd.REFUSED, now)
             else:
-                actions += self._broker.move(session, request.targets[target], now)
+                actions += self._broker.moves.move(session, request.targets[target], now)
                 self._moving[session] = user
                 assert session.move_until is not None
                 self._timers.add(session.move_until, self._on_deadline, session)
@@ -436,10 +445,10 @@ class Control:
             raise MalformedMessage(
                 "there is no other broker to move users to: no coordinator runs, and broker.alternates is not set"
             )
-        return {"draining": True}, self._broker.drain(float(rate), now)
+        return {"draining": True}, self._broker.moves.drain(float(rate), now)
 
     def _undrain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
-        self._broker.end_drain()
+        self._broker.moves.end_drain()
         return {"draining": False}, []
 
     def _move(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
@@ -450,7 +459,7 @@ class Control:
             return {"here": False}, []
         if not to or self._options.url in to:
             raise MalformedMessage("the session is here: another broker expected")
-        return {"here": True}, self._broker.move(session, to, now)
+        return {"here": True}, self._broker.moves.move(session, to, now)
 
 
 def _is_moving(session: Session, now: float) -> bool:

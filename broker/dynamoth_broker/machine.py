@@ -5,9 +5,7 @@ Theory of operation
 A user's connection is opened by ``Opened``, with its subscriptions; ``Delivery`` brings each of them to where its
 interest is. All that a user needs to go on elsewhere is at the user, so a broker hands nothing to another one.
 
-*Migration.* The broker asks a user to ``move``, and goes on delivering. The user resumes at the new broker, and says
-``leave`` here. For a live interest a barrier follows: whatever was published before the new broker's subscription is
-ahead of it. Then comes ``bye``; the user has everything, and closes the connection. A user who does not move stays.
+*Moves.* See ``Moves``.
 
 *Slow users.* Nobody waits for a connection. One that is full falls behind, by itself: see ``Delivery``.
 """
@@ -21,12 +19,10 @@ from typing import assert_never, cast
 
 from dynamoth.edge.frames import (
     Ack,
-    Bye,
     Connect,
     Connected,
     Error,
     Leave,
-    Move,
     MovedIn,
     Ping,
     Pong,
@@ -75,7 +71,6 @@ from dynamoth_broker.events import (
     Overflowed,
     Publications,
     PublishMessage,
-    RaiseBarrier,
     Received,
     Refreshed,
     ResourcesMeasured,
@@ -87,10 +82,8 @@ from dynamoth_broker.events import (
 )
 from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
 from dynamoth_broker.logs import Logs
+from dynamoth_broker.moves import Moves
 from dynamoth_broker.sessions import Session, Stage, Subscription
-
-DRAIN_INTERVAL_S = 0.1
-"""While it is drained, a broker asks users to move this often."""
 
 KEEP_ALIVE_S = 1.0
 """How often a broker looks which users are to be pinged; more often where they are pinged more often."""
@@ -119,14 +112,7 @@ class BrokerMachine:
         #: Sessions by when they are pinged next, and by when their answer is due; the earliest first.
         self._pings: deque[tuple[float, Session]] = deque()
         self._pongs: deque[tuple[float, Session]] = deque()
-        #: Sessions that wait for the barrier of a channel that was raised, and those for the next one.
-        self._barriers: dict[bytes, tuple[list[Session], list[Session]]] = {}
-        #: While drained: sessions that have not been asked to move yet, and how many may be asked now.
-        self._to_move: deque[Session] | None = None
-        self._moves_due = 0.0
-        self._drain_per_s = 0.0
-        #: Where the next user is sent.
-        self._next_alternate = 0
+        self.moves = Moves(self, options, self._timers, self.counters, self.control)
         self._is_stopping = False
         #: The time of the present event.
         self._now = 0.0
@@ -169,18 +155,18 @@ class BrokerMachine:
                 return on_published(reason)
             case MoveSession(connection, to, ticket):
                 session = self.sessions.get(connection)
-                return [] if session is None else self.move(session, to, now, ticket)
+                return [] if session is None else self.moves.move(session, to, now, ticket)
             case Drain(rate):
-                return self.drain(rate, now)
+                return self.moves.drain(rate, now)
             case EndDrain():
-                self.end_drain()
+                self.moves.end_drain()
                 return []
             case ResourcesMeasured(ratio):
                 self.control.resource_ratio = ratio
                 return []
             case Stop():
                 self._is_stopping = True
-                return [self._close(session, RESTARTING, "the broker restarts") for session in self._open_sessions()]
+                return [self.close(session, RESTARTING, "the broker restarts") for session in self.open_sessions()]
             case Start():
                 self._timers.add(now + self._options.tip_check_s, self._check_tips)
                 self._timers.add(now + self._keep_alive_s, self._keep_alive)
@@ -236,7 +222,7 @@ class BrokerMachine:
     @property
     def is_draining(self) -> bool:
         """Whether users are moved away, and none are taken."""
-        return self._to_move is not None
+        return self.moves.is_draining
 
     @property
     def is_admitting(self) -> bool:
@@ -252,7 +238,8 @@ class BrokerMachine:
         """The log servers."""
         return self._logs
 
-    def _open_sessions(self) -> list[Session]:
+    def open_sessions(self) -> list[Session]:
+        """Return the sessions that are not closed."""
         return [session for session in self.sessions.values() if not session.is_closed]
 
     def _on_opened(self, event: Opened, now: float) -> list[BrokerAction]:
@@ -262,15 +249,15 @@ class BrokerMachine:
         if refusal := self._why_not_admitted(session, connect):
             code, reason, error = refusal
             self.counters[f"refused_{error.code}"] += 1
-            return [Transmit(connection, error), self._close(session, code, reason)]
+            return [Transmit(connection, error), self.close(session, code, reason)]
         actions: list[BrokerAction] = []
         earlier = self._by_key.get(session.key)
         self._by_key[session.key] = session
         if earlier is not None and not earlier.is_closed:
-            actions.append(self._close(earlier, TAKEN_OVER, "a newer connection of this session is here"))
+            actions.append(self.close(earlier, TAKEN_OVER, "a newer connection of this session is here"))
         options = self._options
         expires_in_s = None if event.grant.expires_at is None else max(0.0, event.grant.expires_at - now)
-        alternates = self._alternates(now)  # in another order for each user: who loses this broker tries the first
+        alternates = self.moves.alternates(now)  # in another order for each user: who loses this broker tries the first
         connected = Connected(session.name, options.id, alternates, options.ping_s, options.ack_s, expires_in_s)
         actions.append(Transmit(connection, connected))
         self._pings.append((now + options.ping_s, session))
@@ -294,7 +281,7 @@ class BrokerMachine:
             return TAKEN_OVER, "taken over", Error("taken_over", "a newer connection of this session is here")
         return None
 
-    def _close(self, session: Session, code: int, reason: str) -> BrokerAction:
+    def close(self, session: Session, code: int, reason: str) -> BrokerAction:
         """Close a session's connection. Nothing more is delivered."""
         session.is_closed = True
         for subscription in list(session.subscriptions.values()):
@@ -307,7 +294,7 @@ class BrokerMachine:
     def _on_closed(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
         session = self.sessions.pop(connection, None)
         if session is not None and not session.is_closed:
-            self._close(session, NORMAL, "")
+            self.close(session, NORMAL, "")
         return []
 
     def _expire(self, session: Session, now: float) -> Sequence[BrokerAction]:
@@ -315,7 +302,7 @@ class BrokerMachine:
         if session.is_closed or expires_at is None or expires_at > now:
             return []
         error = Error("token_expired", "the token has expired: connect with a new one")
-        return [Transmit(session.connection, error), self._close(session, TOKEN_EXPIRED, "the token has expired")]
+        return [Transmit(session.connection, error), self.close(session, TOKEN_EXPIRED, "the token has expired")]
 
     def _on_refreshed(self, connection: ConnectionId, grant: Grant, now: float) -> list[BrokerAction]:
         session = self.sessions.get(connection)
@@ -344,7 +331,7 @@ class BrokerMachine:
             case PublishRequest():
                 return self._publish(session, frame, now)
             case Leave():
-                return self._leave(session, now)
+                return self.moves.leave(session, now)
             case Connect() | Refresh():
                 raise AssertionError("the runtime makes Opened and Refreshed of these")
             case _:
@@ -439,7 +426,7 @@ class BrokerMachine:
         self, event: ChannelConfirmed | ChannelEnded | ChannelFailed | ChannelGap | BarrierPassed, now: float
     ) -> list[BrokerAction]:
         if isinstance(event, BarrierPassed):
-            return self._on_barrier(event.channel)
+            return self.moves.on_barrier(event.channel)
         shared = self.interests.by_channel.get(event.channel)
         if shared is None:
             return []
@@ -543,7 +530,7 @@ class BrokerMachine:
             if session.is_closed:
                 continue
             if session.slow_since is not None and now - session.slow_since > options.slow_s_max:
-                actions.append(self._close(session, TOO_SLOW, "too slow"))
+                actions.append(self.close(session, TOO_SLOW, "too slow"))
                 continue
             actions.append(Transmit(session.connection, Ping()))
             self._pings.append((now + options.ping_s, session))
@@ -552,104 +539,8 @@ class BrokerMachine:
             due, session = self._pongs.popleft()
             if not session.is_closed and session.heard_at < due - options.pong_timeout_s:
                 self.counters["sessions_lost"] += 1
-                actions.append(self._close(session, GOING_AWAY, "no answer to a ping"))
+                actions.append(self.close(session, GOING_AWAY, "no answer to a ping"))
         return actions
-
-    # Migration.
-
-    def move(self, session: Session, to: tuple[str, ...], now: float, ticket: str | None = None) -> list[BrokerAction]:
-        """Ask a user to move to the first of these URLs that serves it."""
-        if session.is_closed or session.barriers is not None or not to:
-            return []
-        options = self._options
-        session.move_until = now + options.move_timeout_s
-        self.counters["moves_asked"] += 1
-        move = Move(to, round(options.move_spread_s * 1000), round(options.move_timeout_s * 1000), ticket)
-        return [Transmit(session.connection, move)]
-
-    def _leave(self, session: Session, now: float) -> list[BrokerAction]:
-        """Make sure that a user who has moved has everything from before, then say ``bye``."""
-        if session.barriers is not None:
-            return []
-        self.counters["moves_done"] += 1
-        self.control.on_left(session, now)
-        self._timers.add(now + self._options.grace_s, self._end_of_grace, session)
-        live = [each.interest.channel for each in session.subscriptions.values() if not each.interest.is_logged]
-        channels = session.barriers = dict.fromkeys(live)
-        if not channels:
-            return [self._bye(session)]
-        actions: list[BrokerAction] = []
-        for channel in channels:
-            if channel in self._barriers:  # raised before this user left: only the next one will do
-                self._barriers[channel][1].append(session)
-            else:
-                self._barriers[channel] = ([session], [])
-                actions.append(RaiseBarrier(channel))
-        return actions
-
-    def _on_barrier(self, channel: bytes) -> list[BrokerAction]:
-        passed, following = self._barriers.pop(channel, ([], []))
-        actions: list[BrokerAction] = []
-        if following:
-            self._barriers[channel] = (following, [])
-            actions.append(RaiseBarrier(channel))
-        for session in passed:
-            if session.barriers is None or session.is_closed:
-                continue
-            session.barriers.pop(channel, None)
-            if not session.barriers:
-                actions.append(self._bye(session))
-        return actions
-
-    @staticmethod
-    def _bye(session: Session) -> BrokerAction:
-        logged = (each for each in session.subscriptions.values() if each.interest.is_logged)
-        offsets = {each.interest.id: each.interest.tip if each.stage is Stage.LIVE else each.cursor for each in logged}
-        return Transmit(session.connection, Bye(offsets))
-
-    def _end_of_grace(self, session: Session, now: float) -> Sequence[BrokerAction]:
-        return [] if session.is_closed else [self._close(session, NORMAL, "moved")]
-
-    # Drain.
-
-    def drain(self, rate: float, now: float) -> list[BrokerAction]:
-        """Move users away, so many per second, and take no more."""
-        self._drain_per_s = max(rate, 0.1)
-        if self._to_move is None:
-            self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
-        self._to_move = deque(self._open_sessions())
-        self._moves_due = 0.0
-        return []
-
-    def end_drain(self) -> None:
-        """Take users again; those who were not asked to move yet stay."""
-        self._to_move = None
-
-    def _drain_on(self, now: float) -> Sequence[BrokerAction]:
-        """Ask as many users to move as may be asked now; ask again those who have not moved in time."""
-        if self._to_move is None:
-            return []
-        self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
-        if not self._to_move:
-            self._to_move = deque(
-                each for each in self._open_sessions() if each.move_until is None or each.move_until < now
-            )
-        self._moves_due = min(self._moves_due + self._drain_per_s * DRAIN_INTERVAL_S, max(self._drain_per_s, 1.0))
-        actions: list[BrokerAction] = []
-        while self._to_move and self._moves_due >= 1:
-            session = self._to_move.popleft()
-            if not session.is_closed and session.barriers is None:
-                self._moves_due -= 1
-                actions += self.move(session, self._alternates(now), now)
-        return actions
-
-    def _alternates(self, now: float) -> tuple[str, ...]:
-        """Return the other brokers, beginning with another one each time."""
-        urls = self.control.alternates(now)
-        if not urls:
-            return ()
-        self._next_alternate = (self._next_alternate + 1) % len(urls)
-        return (*urls[self._next_alternate :], *urls[: self._next_alternate])
 
     def check(self) -> None:
         """Assert the invariants that hold between events."""

@@ -339,7 +339,7 @@ def test_newcomers_are_sent_to_the_least_loaded_broker_and_know_the_others() -> 
     assert edge.coordinator().place("new", edge.world.now) == ("wss://b2/connect", "wss://b1/connect")
     first, second = edge.brokers.values()
     assert first.machine.control.alternates(edge.world.now) == (second.url,)
-    second.machine.drain(1.0, edge.world.now)
+    second.machine.moves.drain(1.0, edge.world.now)
     edge.run(0.5)
     assert edge.coordinator().place("new", edge.world.now) == (first.url,)
 

@@ -21,7 +21,8 @@ from dynamoth_broker import delivery
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import Broadcast, PublishMessage, SubscribeChannel, Transmit, UnsubscribeChannel
 from dynamoth_broker.interests import Phase, SharedInterest
-from dynamoth_broker.machine import DRAIN_INTERVAL_S, BrokerMachine
+from dynamoth_broker.machine import BrokerMachine
+from dynamoth_broker.moves import DRAIN_INTERVAL_S, Moves
 from dynamoth_broker.sessions import Session, Stage, Subscription
 from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import BarrierPassed
@@ -310,11 +311,11 @@ def nobody_is_pinged() -> AbstractContextManager[None]:
 def bye_at_once() -> AbstractContextManager[None]:
     """A broker says ``bye`` without a barrier."""
 
-    def leave(self: BrokerMachine, session: Session, now: float) -> list[Any]:
+    def leave(self: Moves, session: Session, now: float) -> list[Any]:
         session.barriers = {}
         return [self._bye(session)]
 
-    return replaced(BrokerMachine, _leave=leave)
+    return replaced(Moves, leave=leave)
 
 
 def barriers_skip_lost_links() -> AbstractContextManager[None]:
@@ -332,15 +333,15 @@ def barriers_skip_lost_links() -> AbstractContextManager[None]:
 
 def users_are_asked_once() -> AbstractContextManager[None]:
     """A broker that is drained does not ask again a user who has not moved."""
-    drain_on = BrokerMachine._drain_on
+    drain_on = Moves._drain_on
 
-    def drain(self: BrokerMachine, now: float) -> Sequence[Any]:
+    def drain(self: Moves, now: float) -> Sequence[Any]:
         if self._to_move:
             return drain_on(self, now)
         self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
         return []
 
-    return replaced(BrokerMachine, _drain_on=drain)
+    return replaced(Moves, _drain_on=drain)
 
 
 EDGE_CHECKS: tuple[Check, ...] = (
