@@ -11,7 +11,7 @@ import pytest
 
 from dynamoth.errors import ConfigError
 from dynamoth_daemon import http
-from dynamoth_daemon.http import HttpAnswer, HttpServer, health, readiness
+from dynamoth_daemon.http import HttpAnswer, HttpQuery, HttpServer, health, readiness
 
 PATIENCE_S = 10.0
 
@@ -32,7 +32,7 @@ async def serving() -> AsyncGenerator[HttpServer]:
         "/healthz": health,
         "/readyz": lambda: readiness("no plan"),
     }
-    queries = {"/echo": lambda query: HttpAnswer(HTTPStatus.OK, query.encode())}
+    queries: dict[str, HttpQuery] = {"/echo": lambda query: HttpAnswer(HTTPStatus.OK, query.encode())}
     server = await HttpServer.start("127.0.0.1", 0, paths, queries)
     try:
         yield server

@@ -171,7 +171,7 @@ def test_brokers_and_a_coordinator_work_under_the_rules(
 
         def is_complete() -> bool:
             found = status()
-            leading = found.get("coordinator") or {"brokers": []}
+            leading: dict[str, Any] = found.get("coordinator") or {"brokers": []}
             return leading["brokers"] == ["b1"] and found["brokers"]["b1"]["coordinated"] is True
 
         until(is_complete, f"the coordinator hears the broker {coordinator.lines[-5:]} {broker.lines[-5:]}", 0.1)
