@@ -51,6 +51,20 @@ class Measured:
     redis_deliveries_per_publication: int
 
 
+def write_keys(folder: Path) -> Path:
+    """Write a key set with one secret key, and return the file."""
+    keys = folder / "keys.json"
+    secret = base64.urlsafe_b64encode(SECRET).rstrip(b"=").decode()
+    keys.write_text(json.dumps({"keys": [{"kty": "oct", "kid": "k", "alg": "HS256", "k": secret}]}))
+    return keys
+
+
+def make_token() -> str:
+    """Return a token that allows everything for an hour."""
+    claims = {"sub": "bench", "exp": time.time() + 3600, "channels": ["*"], "publish": ["*"]}
+    return jwt.encode(claims, SECRET, "HS256", headers={"kid": "k"})
+
+
 class Users:
     """Users of one broker, in a process of their own."""
 
@@ -138,9 +152,7 @@ async def _connect_some(numbers: Iterator[int], port: int, token: str) -> None:
 @contextmanager
 def broker(cluster: LocalCluster, log: EmbeddedRedis, folder: Path) -> Generator[tuple[Child, int]]:
     """Run a broker; yields it, and its port."""
-    keys = folder / "keys.json"
-    secret = base64.urlsafe_b64encode(SECRET).rstrip(b"=").decode()
-    keys.write_text(json.dumps({"keys": [{"kty": "oct", "kid": "k", "alg": "HS256", "k": secret}]}))
+    keys = write_keys(folder)
     with reserve_port() as reserved:
         port: int = reserved.getsockname()[1]
         child = Child(
@@ -166,8 +178,7 @@ def resident_bytes(process: int) -> int:
 
 
 def measure(users: int, publications: int) -> Measured:
-    claims = {"sub": "bench", "exp": time.time() + 3600, "channels": ["*"]}
-    token = jwt.encode(claims, SECRET, "HS256", headers={"kid": "k"})
+    token = make_token()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cluster, log = stack.enter_context(LocalCluster(1)), stack.enter_context(EmbeddedRedis())
