@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from bench.workers import Worker
 from dynamoth.edge.frames import read_broker_frame, to_wire
 from dynamoth.edge.interests import channel_interest
 from dynamoth.machine.events import Start, Tick
-from dynamoth_cli.local.child import Child
+from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
 from dynamoth_client.asyncio import Redis
@@ -319,10 +320,8 @@ class _Bench:
         return where
 
     def _operate(self, *words: str) -> None:
-        child = self._cluster.beside("operator", "broker", *words)
-        child.start()
-        assert child.wait(30.0), "the operator's command hangs"
-        child.stop()
+        command = dynamoth_command("broker", *words, "--url", self._cluster.url_of("operator"))
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
 
 
 def main() -> None:
