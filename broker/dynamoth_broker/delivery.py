@@ -27,6 +27,7 @@ from dynamoth.machine.timers import Timers
 from dynamoth_broker.events import Broadcast, BrokerAction, BrokerOptions, Transmit
 from dynamoth_broker.interests import Phase, SharedInterest
 from dynamoth_broker.logs import Logs
+from dynamoth_broker.recents import Recents
 from dynamoth_broker.sessions import Stage, Subscription
 
 RETENTION = "retention"
@@ -50,6 +51,7 @@ class Delivery:
         self._logs = logs
         self._timers = timers
         self._counters = counters
+        self.recents = Recents(options)
         #: Subscriptions that were refused since the owner looked last.
         self.refused: list[Subscription] = []
         #: Subscriptions that were answered since the owner looked last.
@@ -86,6 +88,7 @@ class Delivery:
                 actions += self._refuse(subscription)
             return actions
         interest.phase = Phase.OPEN
+        self.recents.forget(interest)
         interest.begin_epoch(page.epoch, page.tip)
         for subscription in waiting:
             actions += self.begin(subscription, now)
@@ -261,7 +264,7 @@ class Delivery:
         """Send the next publication to all LIVE subscriptions."""
         frame = Data(interest.id, payload, offset)
         interest.tip = offset
-        interest.remember(frame, self._options)
+        self.recents.add(interest, frame)
         return Broadcast(interest.live_connections, frame)
 
     def _drain(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
@@ -332,6 +335,7 @@ class Delivery:
         if interest.live:
             actions.append(Broadcast(interest.live_connections, gap))
         self._counters["gaps"] += interest.users
+        self.recents.forget(interest)
         interest.begin_epoch(page.epoch, position.offset)
         for subscription in behind:
             actions += self._catch_up(subscription, None, now)
@@ -340,6 +344,7 @@ class Delivery:
     def _jump(self, interest: SharedInterest, page: LogPage, reason: str) -> list[BrokerAction]:
         """Go on where the log begins: what is missing was dropped before this broker could read it."""
         first, position = interest.tip + 1, Position(page.epoch, page.first - 1)
+        self.recents.forget(interest)
         interest.begin_epoch(page.epoch, position.offset)
         self._counters["gaps"] += len(interest.live)
         if not interest.live:

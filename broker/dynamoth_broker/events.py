@@ -303,6 +303,8 @@ class BrokerOptions(SessionSettings):
     #: The latest publications of an interest that are kept for users who come back, at most, and their bytes.
     recent_entries_max: int = 128
     recent_bytes_max: int = 65_536
+    #: Bound of those of all interests together.
+    recent_bytes_all_max: int = 128 * 1024 * 1024
     #: Publications that wait for an earlier one, at most; more are read from the log later.
     pending_max: int = 1000
     pong_timeout_s: float = 10.0

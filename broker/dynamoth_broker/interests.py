@@ -21,6 +21,9 @@ from dynamoth.edge.interests import Interest
 from dynamoth_broker.events import BrokerOptions, ConnectionId
 from dynamoth_broker.sessions import Stage, Subscription
 
+FRAME_BYTES = 250
+"""About what a frame takes in memory besides its payload."""
+
 
 class Phase(Enum):
     """Where an interest is.
@@ -129,12 +132,14 @@ class SharedInterest:
         if self.live.pop(connection, None) is not None:
             self._live_list = None
 
-    def remember(self, frame: Data, options: BrokerOptions) -> None:
-        """Keep a frame for users who come back soon."""
+    def remember(self, frame: Data, options: BrokerOptions) -> int:
+        """Keep the frame at the tip; return by how many bytes the kept frames have grown. For ``Recents``."""
+        before = self.recent_bytes
         self.recent.append(frame)
-        self.recent_bytes += len(frame.payload)
+        self.recent_bytes += FRAME_BYTES + len(frame.payload)
         while len(self.recent) > options.recent_entries_max or self.recent_bytes > options.recent_bytes_max:
-            self.recent_bytes -= len(self.recent.popleft().payload)
+            self.recent_bytes -= FRAME_BYTES + len(self.recent.popleft().payload)
+        return self.recent_bytes - before
 
     def recent_after(self, offset: int) -> list[Data] | None:
         """Return all frames behind an offset up to ``tip``; None where some are not kept."""
@@ -144,11 +149,10 @@ class SharedInterest:
         return list(self.recent)[len(self.recent) - missing :]
 
     def begin_epoch(self, epoch: int, tip: int) -> None:
-        """Begin another life of the log."""
+        """Begin another life of the log; frames of the former one are forgotten before."""
+        assert not self.recent, f"{self.id} has frames of the former life of its log"
         self.epoch = epoch
         self.tip = tip
-        self.recent.clear()
-        self.recent_bytes = 0
 
 
 class InterestTable:

@@ -90,6 +90,10 @@ KEEP_ALIVE_S = 1.0
 
 RETRY_MS = 1000
 
+TIP_CHECKS_AT_ONCE = 100
+TIP_CHECK_PARTS_MAX = 50
+"""The logs of more interests are read in portions, so that very many do not hold up deliveries."""
+
 
 class BrokerMachine:
     """One broker."""
@@ -113,6 +117,10 @@ class BrokerMachine:
         self._pings: deque[tuple[float, Session]] = deque()
         self._pongs: deque[tuple[float, Session]] = deque()
         self.moves = Moves(self, options, self._timers, self.counters, self.control)
+        #: Interests whose logs are still to be read in this round of tip checks, and in what portions.
+        self._to_check: list[SharedInterest] = []
+        self._check_interval_s = options.tip_check_s
+        self._checks_at_once = 0
         self._is_stopping = False
         #: The time of the present event.
         self._now = 0.0
@@ -407,6 +415,7 @@ class BrokerMachine:
             return []
         shared.phase = Phase.LEAVING
         shared.pending.clear()
+        self._delivery.recents.forget(shared)
         return [UnsubscribeChannel(shared.channel)]
 
     # The Dynamoth client.
@@ -454,14 +463,21 @@ class BrokerMachine:
             self._delivery.refused.append(subscription)
             self._end(subscription)
         self.interests.remove(shared)
+        self._delivery.recents.forget(shared)
         self.counters["subscriptions_refused_by_redis"] += 1
         return actions
 
     def _check_tips(self, now: float) -> Sequence[BrokerAction]:
-        self._timers.add(now + self._options.tip_check_s, self._check_tips)
+        """Compare a part of the interests with their logs: all of them in ``tip_check_s``, but not at once."""
+        if not self._to_check:
+            self._to_check = [shared for shared in self.interests if shared.is_logged]
+            parts = min(TIP_CHECK_PARTS_MAX, 1 + len(self._to_check) // TIP_CHECKS_AT_ONCE)
+            self._check_interval_s = self._options.tip_check_s / parts
+            self._checks_at_once = -(-len(self._to_check) // parts)
+        self._timers.add(now + self._check_interval_s, self._check_tips)
         actions: list[BrokerAction] = []
-        for shared in self.interests:
-            actions += self._delivery.compare(shared, now)
+        for _ in range(min(self._checks_at_once, len(self._to_check))):
+            actions += self._delivery.compare(self._to_check.pop(), now)
         return actions
 
     # Publishing.
@@ -545,6 +561,7 @@ class BrokerMachine:
     def check(self) -> None:
         """Assert the invariants that hold between events."""
         self.interests.check()
+        self._delivery.recents.check()
         for connection, session in self.sessions.items():
             assert session.connection == connection
             assert not (session.is_closed and session.subscriptions), f"{session.name} is closed and has subscriptions"

@@ -66,7 +66,7 @@ from dynamoth_broker.events import (
     UnsubscribeChannel,
     Writable,
 )
-from dynamoth_broker.interests import Phase
+from dynamoth_broker.interests import FRAME_BYTES, Phase
 from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.sessions import Stage
 from tests.machines.helpers import Subject, only
@@ -130,10 +130,10 @@ class Broker(Subject):
     def channel(self, interest: Interest) -> bytes:
         return interest.log_channel if self.broker.is_logged(interest) else interest.name.encode()
 
-    def publish(self, *offsets: int, epoch: int = EPOCH) -> list[Any]:
-        """Let publications come on the channel of LOGGED."""
+    def publish(self, *offsets: int, epoch: int = EPOCH, interest: Interest = LOGGED) -> list[Any]:
+        """Let publications come on the channel of an interest."""
         packed = [pack_publication(LoggedPublication(epoch, offset, b"m%d" % offset)) for offset in offsets]
-        return self.tell(Publications([(LOGGED.log_channel, data) for data in packed]))
+        return self.tell(Publications([(interest.log_channel, data) for data in packed]))
 
 
 def reads(actions: list[Any]) -> list[Send]:
@@ -256,6 +256,24 @@ def test_who_has_missed_little_gets_it_without_a_read() -> None:
     actions = broker.subscribe(2, LOGGED, since)
     assert frames(actions, 2) == [Subscribed(1, LOGGED.id, since), data(2), data(3)]
     assert reads(actions) == []
+
+
+def test_recent_frames_of_all_interests_have_one_bound_and_those_of_the_quietest_interest_go_first() -> None:
+    broker = Broker(replace(NO_PINGS, recent_bytes_all_max=3 * (FRAME_BYTES + 2)))
+    busy, quiet = LOGGED, channel_interest("log.quiet")
+    broker.open(1)
+    broker.joined(1, quiet)
+    broker.joined(1, busy)
+    broker.publish(1, interest=quiet)
+    broker.publish(1)
+    broker.publish(2, interest=quiet)
+    broker.publish(2)
+    recent = {interest: len(broker.broker.interests.by_id[interest.id].recent) for interest in (quiet, busy)}
+    assert recent == {quiet: 0, busy: 2}
+    broker.open(2)
+    assert frames(broker.subscribe(2, busy, Position(EPOCH, 0)), 2)[1:] == [data(1), data(2)]
+    [read] = reads(broker.subscribe(2, quiet, Position(EPOCH, 0), ref=2))
+    assert offsets(broker.page(read, 2, 1, 2), 2) == [1, 2]
 
 
 def test_who_has_missed_much_catches_up_by_pages_and_is_live_at_the_tip() -> None:
@@ -397,6 +415,19 @@ def test_tips_are_compared_now_and_then() -> None:
     broker.joined(1)
     [read] = reads(broker.pass_time(5.0))
     assert offsets(broker.page(read, 1, 1), 1) == [1]
+
+
+def test_tips_of_many_interests_are_compared_in_portions() -> None:
+    broker = Broker(replace(NO_PINGS, tip_check_s=10.0, subscriptions_per_session_max=250))
+    interests = [channel_interest(f"log.{number}") for number in range(250)]
+    broker.open(1)
+    for ref, interest in enumerate(interests, 1):
+        broker.subscribe(1, interest, ref=ref)
+        [read] = reads(broker.tell(ChannelConfirmed(interest.log_channel)))
+        broker.page(read, 0)
+    portions = [reads(broker.pass_time(seconds)) for seconds in (10.0, 3.34, 3.34)]
+    assert [len(portion) for portion in portions] == [84, 84, 82]
+    assert len({tuple(read.args) for portion in portions for read in portion}) == len(interests)
 
 
 def test_bad_bytes_on_a_channel_are_counted() -> None:

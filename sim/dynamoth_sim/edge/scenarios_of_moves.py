@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dynamoth.plan.plan import Phase
+from dynamoth.protocol.control import RouteNotice
 from dynamoth_broker.events import Drain
 from dynamoth_sim.edge.stage import AT_ONCE_S, EdgeScenario, EdgeStage
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions
+from dynamoth_sim.scenarios.stage import control_in
 
 PATIENT = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, grace_s=5.0))
 """Brokers that wait for their barriers longer than a link is down here."""
@@ -118,6 +121,26 @@ def old_broker_has_no_link(stage: EdgeStage) -> None:
     stage.publish(publisher, channel)
 
 
+def channel_moves_first(stage: EdgeStage) -> None:
+    """The channel has moved, and b1 has not heard of it: what P publishes at the new server comes late to b1."""
+    live = stage.edge.live[0]
+    channel, old = live.name.encode(), stage.home(live)
+    new = next(server for server in stage.cluster.servers if server != old)
+    user = stage.user("U", live)
+    with stage.losing(old, lambda name, data: name == channel and isinstance(control_in(data), RouteNotice)):
+        stage.move(channel, new, Phase.ACTIVE)
+        publisher = stage.publisher("P", channel)
+        stage.user("V", live, at="b2")
+        with stage.held(f"agent-{new}", old, to_server=True):
+            stage.publish(publisher, channel)
+            stage.ask_to_move(user, "b2")
+            stage.wait("b2 serves U", lambda: user.moved == 1)
+            stage.run(AT_ONCE_S)
+    stage.wait_served(user, "b2")
+    stage.run(AT_ONCE_S)
+    stage.expect_delivered(user, 2)
+
+
 def old_broker_dies(stage: EdgeStage) -> None:
     """b1 is late, and dies when U has left it, before ``bye``: U reports a gap."""
     live = stage.edge.live[0]
@@ -194,6 +217,7 @@ def drained(stage: EdgeStage) -> None:
 
 MOVING: dict[str, EdgeScenario] = {
     "edge-both-brokers-deliver": EdgeScenario(both_brokers_deliver),
+    "edge-channel-moves-first": EdgeScenario(channel_moves_first, edge=PATIENT),
     "edge-drained": EdgeScenario(drained),
     "edge-first-target-is-gone": EdgeScenario(first_target_is_gone),
     "edge-move-fails": EdgeScenario(move_fails),

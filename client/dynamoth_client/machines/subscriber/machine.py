@@ -169,7 +169,8 @@ class SubscriberMachine:
     def _on_reply(self, event: Replied, now: float) -> list[SubscriberAction]:
         match event.tag:
             case ("verify", channel, location, attempt):
-                return self._on_verification(channel, location, attempt, event.value, now)
+                actions = self._on_verification(channel, location, attempt, event.value, now)
+                return [*actions, *self._barriers.on_reply(channel, now)]
             case ("elsewhere", channel, location):
                 return self._on_entry_elsewhere(channel, location, event, now)
             case ("subscribe", channel):
@@ -177,8 +178,6 @@ class SubscriberMachine:
             case ("unsubscribe", physical):
                 self.counters["refused_commands"] += 1
                 return self._on_unsubscribed(event.link, physical, now)
-            case ("barrier", number):
-                return self._barriers.on_answer(number, event.link, now)
             case ("alone", name):
                 return self._routing.on_alone_answer(name, now)
             case ("header",):

@@ -196,7 +196,7 @@ class Routing(Part):
             actions += self._follow(subscription, route, now)
         elif route.epoch < subscription.route.epoch and phase is not Phase.PREPARED:
             actions += self._distrust(subscription, route, now)
-        subscription.verify(place, route.epoch)
+        subscription.verify(place, route.epoch, phase)
         if not subscription.is_verified:
             return actions
         if any(place.server == ALONE for place in subscription.leaving):  # no marker comes there, whatever the phase

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from dynamoth.plan.plan import Location, Route
+from dynamoth.plan.plan import Location, Phase, Route
 from dynamoth_client.machines.register import Registered, State
 from dynamoth_client.machines.sequences import Sequences
 
@@ -35,6 +35,8 @@ class Place:
     verified: bool = False
     #: The epoch of the plan that said so last; -1: none.
     verified_epoch: int = -1
+    #: How far the change of the channel has come that the latest reply names; None: the reply did not decide.
+    phase: Phase | None = None
     #: It was away for too long, and is ignored until it is verified (ALL_SUBSCRIBERS).
     excused: bool = False
     #: Why the connection was lost, until the application gets the gap.
@@ -51,6 +53,7 @@ class Place:
     def answer(self) -> None:
         """Note that the reply to a verification has come."""
         self.attempt = 0
+        self.phase = None
 
     def excuse(self) -> None:
         """Do without it until it is verified."""
@@ -174,9 +177,9 @@ class Subscription(Registered):
             self.leaving = {**self.leaving, **{place.location: place for place in unwanted}}
         return []
 
-    def verify(self, place: Place, epoch: int) -> None:
-        """Note that the plan stored at a place, of this epoch, says that it is right."""
-        place.verified, place.verified_epoch = True, epoch
+    def verify(self, place: Place, epoch: int, phase: Phase) -> None:
+        """Note that the plan stored at a place says that it is right: its epoch, and how far that change has come."""
+        place.verified, place.verified_epoch, place.phase = True, epoch, phase
         if place.excused:
             place.excused = False
             self.miss(f"server {place.location.server} could not be reached")
