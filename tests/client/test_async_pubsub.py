@@ -8,10 +8,20 @@ from typing import Any, cast
 import pytest
 import redis.exceptions
 
+from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, Redis, from_url
 from tests.client.stored_cluster import StoredCluster, confirmed, next_of, on_both_loops
 
 pytestmark = on_both_loops
+
+SERVERS = ["s1", "s2", "s3"]
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    *(("move", {"to": server}) for server in SERVERS),
+    ("replicate", {"mode": "all-publishers", "servers": SERVERS}),
+    ("unreplicate", {"to": "s2"}),
+]
+"""What happens to a channel while it is used."""
 
 
 async def test_is_subscribed_before_subscribe_first_yields(cluster: StoredCluster) -> None:
@@ -70,6 +80,46 @@ async def test_a_full_queue_does_not_starve_the_loop(cluster: StoredCluster) -> 
         counting.cancel()
         await asyncio.wait({counting})
         assert turns >= 5
+
+
+async def test_a_barrier_comes_behind_everything_from_before(cluster: StoredCluster) -> None:
+    async with from_url(cluster.url) as client, client.pubsub(numbered=True) as pubsub:
+        with pytest.raises(RuntimeError):
+            pubsub.barrier("c")
+        await confirmed(pubsub, "c")
+        for number in range(3):
+            await client.publish("c", number)
+        pubsub.barrier("c")
+        messages = [await next_of(pubsub) for _ in range(4)]
+        assert [message["type"] for message in messages] == ["message"] * 3 + ["barrier"]
+        payloads = [message["data"] for message in messages[:3]]
+        assert payloads == [b"0", b"1", b"2"]
+        assert len({payload.publisher for payload in payloads}) == 1
+        assert [payload.number - payloads[0].number for payload in payloads] == [0, 1, 2]
+
+
+async def test_barriers_hold_while_a_channel_moves(whole_cluster: LocalCluster) -> None:
+    """What is published at the new server comes by way of the agents until the subscriber is there, too."""
+    name = "barriers"
+    received: list[int] = []
+
+    def move() -> None:
+        for command, arguments in CHANGES:
+            whole_cluster.ask_balancer(command, {"channel": name.encode(), **arguments})
+
+    url = whole_cluster.url
+    async with from_url(url) as publisher, from_url(url) as client, client.pubsub(gaps=True) as pubsub:
+        await confirmed(pubsub, name)
+        moving = asyncio.create_task(asyncio.to_thread(move))
+        rounds = 0
+        while not moving.done():
+            await publisher.publish(name, rounds)
+            rounds += 1
+            pubsub.barrier(name)
+            while (message := await next_of(pubsub))["type"] != "barrier":
+                received.append(int(message["data"]))
+            assert received == list(range(rounds))
+        await moving
 
 
 async def test_run_calls_handlers_until_it_is_cancelled(cluster: StoredCluster) -> None:
