@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from dynamoth.edge.frames import Connect, Frame, UserFrame
+from dynamoth.edge.interests import Scalar
 from dynamoth.edge.log import LogOptions
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import LinkAction, LinkEvent
@@ -38,7 +39,7 @@ class Grant:
     queries: tuple[str, ...] = ("*",)
     publish: tuple[str, ...] = ()
     #: Parameters whose values the token fixes, by query and name.
-    bound: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    bound: dict[str, dict[str, Scalar]] = field(default_factory=dict[str, dict[str, Scalar]])
     expires_at: float | None = None
 
     def may_subscribe(self, kind: str, name: str) -> bool:

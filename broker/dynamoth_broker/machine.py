@@ -34,13 +34,12 @@ from dynamoth.edge.frames import (
     Unsubscribed,
     Wanted,
 )
-from dynamoth.edge.interests import Interest
+from dynamoth.edge.interests import Interest, is_bound
 from dynamoth.edge.log import Appended
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, RepliedAll, Start, Tick
 from dynamoth.machine.timers import Timers
-from dynamoth.names import RESERVED_PREFIX
 from dynamoth_broker.control import Control
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import (
@@ -93,6 +92,11 @@ RETRY_MS = 1000
 TIP_CHECKS_AT_ONCE = 100
 TIP_CHECK_PARTS_MAX = 50
 """The logs of more interests are read in portions, so that very many do not hold up deliveries."""
+
+
+def _may_subscribe(grant: Grant, interest: Interest) -> bool:
+    bound = grant.bound.get(interest.name, {}) if interest.kind == "query" else {}
+    return grant.may_subscribe(interest.kind, interest.name) and is_bound(interest, bound)
 
 
 class BrokerMachine:
@@ -314,10 +318,15 @@ class BrokerMachine:
 
     def _on_refreshed(self, connection: ConnectionId, grant: Grant, now: float) -> list[BrokerAction]:
         session = self.sessions.get(connection)
-        if session is None or session.is_closed or grant.user != session.grant.user:
+        if session is None or session.is_closed:
             return []
-        session.grant = grant
         session.heard_at = now
+        if grant.user != session.grant.user:
+            return [Transmit(connection, Error("token_refused", "the token is another user's"))]
+        session.grant = grant
+        if not all(_may_subscribe(grant, each.interest.interest) for each in session.subscriptions.values()):
+            # Who connects again learns which subscriptions are refused.
+            return [self.close(session, GOING_AWAY, "the token does not allow all subscriptions")]
         if grant.expires_at is not None:
             self._timers.add(grant.expires_at, self._expire, session)
         return []
@@ -382,12 +391,9 @@ class BrokerMachine:
 
     def _why_not_subscribed(self, session: Session, wanted: Wanted) -> Error | None:
         interest, ref = wanted.interest, wanted.ref
-        if not session.grant.may_subscribe(interest.kind, interest.name):
-            return Error("forbidden", f"the token does not allow this {interest.kind}", ref=ref)
-        bound = session.grant.bound.get(interest.name, {}) if interest.kind == "query" else {}
-        if any(interest.values.get(name) != value for name, value in bound.items()):
-            return Error("forbidden", "the token does not allow this value of a parameter", ref=ref)
-        if interest.name.encode().startswith(RESERVED_PREFIX):
+        if not _may_subscribe(session.grant, interest):
+            return Error("forbidden", f"the token does not allow this {interest.kind}, or its parameters", ref=ref)
+        if interest.is_reserved:
             return Error("forbidden", "this name is reserved", ref=ref)
         is_new = interest.id not in session.subscriptions
         if is_new and len(session.subscriptions) >= self._options.subscriptions_per_session_max:
@@ -459,9 +465,13 @@ class BrokerMachine:
             error = Error(
                 "unavailable", f"the broker cannot subscribe to it: {reason}", "later", RETRY_MS, subscription.ref
             )
-            actions.append(Transmit(subscription.session.connection, error))
+            session = subscription.session
+            was_confirmed = subscription.stage is not Stage.WAITING
+            actions.append(Transmit(session.connection, error))
             self._delivery.refused.append(subscription)
             self._end(subscription)
+            if was_confirmed:  # the user takes it for good: who connects again learns that it is refused
+                actions.append(self.close(session, GOING_AWAY, "a subscription was lost"))
         self.interests.remove(shared)
         self._delivery.recents.forget(shared)
         self.counters["subscriptions_refused_by_redis"] += 1
@@ -484,7 +494,7 @@ class BrokerMachine:
 
     def _publish(self, session: Session, request: PublishRequest, now: float) -> list[BrokerAction]:
         interest, ref, connection = request.channel, request.ref, session.connection
-        if not session.grant.may_publish(interest.name) or interest.name.encode().startswith(RESERVED_PREFIX):
+        if not session.grant.may_publish(interest.name) or interest.is_reserved:
             return [Transmit(connection, Error("forbidden", "the token does not allow to publish here", ref=ref))]
         if not self.is_logged(interest):
             token = partial(self._published, session, ref)
@@ -554,9 +564,19 @@ class BrokerMachine:
         while self._pongs and self._pongs[0][0] <= now:
             due, session = self._pongs.popleft()
             if not session.is_closed and session.heard_at < due - options.pong_timeout_s:
-                self.counters["sessions_lost"] += 1
-                actions.append(self.close(session, GOING_AWAY, "no answer to a ping"))
+                actions += self._close_if_silent(session, now)
         return actions
+
+    def _close_if_silent(self, session: Session, now: float) -> Sequence[BrokerAction]:
+        """Close the connection of a user from whom nothing has come for ``ping_s`` and ``pong_timeout_s``."""
+        if session.is_closed:
+            return []
+        silent_at = session.heard_at + self._options.ping_s + self._options.pong_timeout_s
+        if now < silent_at:
+            self._timers.add(silent_at, self._close_if_silent, session)
+            return []
+        self.counters["sessions_lost"] += 1
+        return [self.close(session, GOING_AWAY, "no answer to a ping")]
 
     def check(self) -> None:
         """Assert the invariants that hold between events."""

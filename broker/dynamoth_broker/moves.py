@@ -11,8 +11,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dynamoth.edge.frames import Bye, Move
+from dynamoth.edge.frames import Bye, Gap, Move
 from dynamoth.machine.timers import Timers
+from dynamoth_broker.delivery import SLOW
 from dynamoth_broker.events import NORMAL, BrokerAction, BrokerOptions, RaiseBarrier, Transmit
 from dynamoth_broker.sessions import Session, Stage
 
@@ -47,6 +48,8 @@ class Moves:
         self._to_move: deque[Session] | None = None
         self._moves_due = 0.0
         self._drain_per_s = 0.0
+        #: How many drains have begun: a timer of an earlier one does nothing.
+        self._drains = 0
         #: Where the next user is sent.
         self._next_alternate = 0
 
@@ -75,7 +78,7 @@ class Moves:
         live = [each.interest.channel for each in session.subscriptions.values() if not each.interest.is_logged]
         channels = session.barriers = dict.fromkeys(live)
         if not channels:
-            return [self._bye(session)]
+            return self._bye(session)
         actions: list[BrokerAction] = []
         for channel in channels:
             if channel in self._barriers:  # raised before this user left: only the next one will do
@@ -97,14 +100,19 @@ class Moves:
                 continue
             session.barriers.pop(channel, None)
             if not session.barriers:
-                actions.append(self._bye(session))
+                actions += self._bye(session)
         return actions
 
-    @staticmethod
-    def _bye(session: Session) -> BrokerAction:
-        logged = (each for each in session.subscriptions.values() if each.interest.is_logged)
+    def _bye(self, session: Session) -> list[BrokerAction]:
+        """Say ``bye``; before it, what of live interests was dropped for a slow user."""
+        subscriptions = session.subscriptions.values()
+        logged = [each for each in subscriptions if each.interest.is_logged]
         offsets = {each.interest.id: each.interest.tip if each.stage is Stage.LIVE else each.cursor for each in logged}
-        return Transmit(session.connection, Bye(offsets))
+        paused = [each for each in subscriptions if each.stage is Stage.CATCHING and not each.interest.is_logged]
+        self._counters["gaps"] += len(paused)
+        connection = session.connection
+        gaps = [Transmit(connection, Gap(each.interest.id, SLOW)) for each in paused]
+        return [*gaps, Transmit(connection, Bye(offsets))]
 
     def _end_of_grace(self, session: Session, now: float) -> Sequence[BrokerAction]:
         return [] if session.is_closed else [self._broker.close(session, NORMAL, "moved")]
@@ -115,7 +123,8 @@ class Moves:
         """Move users away, so many per second, and take no more."""
         self._drain_per_s = max(rate, 0.1)
         if self._to_move is None:
-            self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
+            self._drains += 1
+            self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on, self._drains)
         self._to_move = deque(self._broker.open_sessions())
         self._moves_due = 0.0
         return []
@@ -124,11 +133,11 @@ class Moves:
         """Take users again; those who were not asked to move yet stay."""
         self._to_move = None
 
-    def _drain_on(self, now: float) -> Sequence[BrokerAction]:
+    def _drain_on(self, drain: int, now: float) -> Sequence[BrokerAction]:
         """Ask as many users to move as may be asked now; ask again those who have not moved in time."""
-        if self._to_move is None:
+        if self._to_move is None or drain != self._drains:
             return []
-        self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
+        self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on, drain)
         if not self._to_move:
             self._to_move = deque(
                 each for each in self._broker.open_sessions() if each.move_until is None or each.move_until < now

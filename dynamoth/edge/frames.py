@@ -360,12 +360,13 @@ def _urls(value: Any) -> tuple[str, ...]:
     return tuple(read_text(url, URL_MAX) for url in urls)
 
 
-def _position(wire: Mapping[str, Any]) -> Position:
+def read_position(wire: Mapping[str, Any]) -> Position:
+    """Read the place of a logged publication. Raises MalformedMessage."""
     return Position(int(_read_epoch_text(wire.get("epoch")), 16), _exact(wire.get("offset")))
 
 
 def _position_if_any(wire: Mapping[str, Any]) -> Position | None:
-    return _position(wire) if "epoch" in wire else None
+    return read_position(wire) if "epoch" in wire else None
 
 
 def _offsets(value: Any) -> dict[str, int]:
@@ -392,7 +393,7 @@ def _wanted(wire: Mapping[str, Any]) -> Wanted:
     else:
         interest = query_interest(wire["query"], wire.get("params", {}))
     since = wire.get("since", "new")
-    return Wanted(_exact(wire.get("ref")), interest, None if since == "new" else _position(read_text_map(since)))
+    return Wanted(_exact(wire.get("ref")), interest, None if since == "new" else read_position(read_text_map(since)))
 
 
 def _connect(wire: Mapping[str, Any]) -> Connect:

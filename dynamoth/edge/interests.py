@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Literal, get_args
 
 from dynamoth.errors import MalformedMessage
+from dynamoth.names import RESERVED_PREFIX
 from dynamoth.protocol.wire import shortened
 
 Kind = Literal["channel", "query"]
@@ -65,9 +66,21 @@ class Interest:
         return values
 
     @property
+    def is_reserved(self) -> bool:
+        """Whether the name of a channel is one of Dynamoth's own, or of those of the logs: for no end user."""
+        name = self.name.encode()
+        return name.startswith(RESERVED_PREFIX) or (self.kind == "channel" and name.startswith(LOG_CHANNEL_PREFIX))
+
+    @property
     def log_channel(self) -> bytes:
         """The Dynamoth channel on which publications of the interest come if it is logged."""
         return LOG_CHANNEL_PREFIX + self.id.encode()
+
+
+def is_bound(interest: Interest, bound: Mapping[str, Scalar]) -> bool:
+    """Tell whether parameters of a query have the values to which a token binds them: ``1`` and ``True`` differ."""
+    values = interest.values
+    return all(name in values and canonical({name: values[name]}) == canonical({name: bound[name]}) for name in bound)
 
 
 def channel_interest(name: object) -> Interest:

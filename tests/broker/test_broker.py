@@ -328,6 +328,11 @@ def test_who_was_away_gets_everything_at_another_broker(
             url = f"http://127.0.0.1:{broker.sse_port}/sse"
             async with http.get(url, params={"connect": encoded}, headers={"Last-Event-ID": last}) as stream:
                 assert [(await _events_until(stream, "data"))[1]["d"] for _ in expected] == expected
+            for forged in ('{"%s": ["1", Infinity]}', '{"%s": ["-1", -5]}', "[" * 5000 + "%s"):
+                text = forged % channel_interest("log-away").id
+                last = base64.urlsafe_b64encode(text.encode()).decode()
+                async with http.get(url, params={"connect": encoded}, headers={"Last-Event-ID": last}) as stream:
+                    assert (await _events_until(stream, "subscribed"))[1]["offset"] == MISSED
 
     run(main())
 

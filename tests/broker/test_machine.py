@@ -233,6 +233,15 @@ def test_a_refused_channel_refuses_its_users_and_does_not_end_a_later_subscripti
     assert only(UnsubscribeChannel, broker.pass_time(2 * OPTIONS.linger_s)) == []
 
 
+def test_a_channel_that_is_refused_later_closes_the_connections_of_its_users() -> None:
+    """They take the subscription for confirmed; when they connect again, it is refused."""
+    broker = Broker()
+    broker.open(1)
+    broker.open(2)
+    broker.joined(1, LIVE)
+    assert [each.connection for each in only(CloseConnection, broker.tell(ChannelFailed(b"news", "NOPERM")))] == [1]
+
+
 # Where delivery begins.
 
 
@@ -510,7 +519,11 @@ def test_who_answers_pings_stays_and_who_does_not_goes() -> None:
     broker.open(2)
     assert only(Ping, frames(broker.pass_time(6.0), 1)) == [Ping()]
     broker.frame(1, Pong())
-    assert only(CloseConnection, broker.pass_time(3.0)) == [CloseConnection(2, GOING_AWAY, "no answer to a ping")]
+    broker.frame(2, Pong())
+    broker.pass_time(4.5)
+    broker.frame(1, Pong())
+    assert only(CloseConnection, broker.pass_time(2.0)) == []
+    assert only(CloseConnection, broker.pass_time(1.5)) == [CloseConnection(2, GOING_AWAY, "no answer to a ping")]
 
 
 def test_the_newer_connection_of_a_session_stays() -> None:
@@ -547,6 +560,9 @@ def test_moved_in_waits_for_nothing_that_was_asked_for_twice_or_given_up() -> No
     ("interest", "grant", "code"),
     [
         (channel_interest("__dynamoth__:plan"), EVERYTHING, "forbidden"),
+        (channel_interest(LOGGED.log_channel.decode()), EVERYTHING, "forbidden"),
+        (query_interest("near", {"user": True}), Grant(bound={"near": {"user": 1}}), "forbidden"),
+        (query_interest("near", {}), Grant(bound={"near": {"user": None}}), "forbidden"),
         (channel_interest("secret"), Grant(channels=("news.*",)), "forbidden"),
         (query_interest("near", {"user": "2"}), Grant(bound={"near": {"user": "1"}}), "forbidden"),
         (query_interest("near", {}), Grant(queries=("other",)), "forbidden"),
@@ -560,6 +576,24 @@ def test_what_a_token_does_not_allow_is_refused(interest: Interest, grant: Grant
     assert (error.code, error.retry, error.ref) == (code, "never", 5)
     assert only(SubscribeChannel, actions) == []
     assert len(broker.broker.interests) == 0
+
+
+def test_nobody_publishes_on_the_channel_of_a_log() -> None:
+    broker = Broker()
+    broker.open(1)
+    [error] = frames(broker.frame(1, PublishRequest(5, channel_interest(LOGGED.log_channel.decode()), b"forged")), 1)
+    assert (error.code, error.ref) == ("forbidden", 5)
+
+
+def test_a_new_token_of_another_user_or_with_fewer_rights_counts() -> None:
+    broker = Broker()
+    broker.open(1, grant=Grant("ann"))
+    broker.joined(1)
+    [error] = frames(broker.tell(Refreshed(1, Grant("bob"))), 1)
+    assert error.code == "token_refused"
+    assert only(CloseConnection, broker.tell(Refreshed(1, Grant("ann", channels=("log.*",))))) == []
+    [closed] = only(CloseConnection, broker.tell(Refreshed(1, Grant("ann", channels=("other",)))))
+    assert closed.code == GOING_AWAY
 
 
 def test_there_is_a_bound_of_subscriptions_and_one_of_sessions() -> None:
@@ -710,6 +744,25 @@ def test_a_drain_asks_at_its_rate(rate: float, after_s: float, asked: int) -> No
         broker.open(number)
     broker.tell(Drain(rate))
     assert len(set(moves(broker.pass_time(after_s + 0.05)))) == asked
+
+
+def test_a_drain_that_begins_again_at_once_has_its_own_rate() -> None:
+    broker = Broker()
+    for number in range(30):
+        broker.open(number)
+    broker.tell(Drain(10.0))
+    broker.tell(EndDrain())
+    broker.tell(Drain(10.0))
+    assert len(set(moves(broker.pass_time(1.05)))) == 10
+
+
+def test_a_slow_user_of_a_live_interest_who_leaves_gets_the_gap_before_bye() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1, LIVE)
+    broker.tell(Overflowed(1))
+    broker.frame(1, Leave())
+    assert frames(broker.tell(BarrierPassed(b"news")), 1) == [Gap(LIVE.id, "slow"), Bye({})]
 
 
 def test_a_drain_spreads_users_admits_nobody_and_asks_again() -> None:

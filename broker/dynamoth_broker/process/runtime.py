@@ -25,7 +25,9 @@ from dynamoth.edge.frames import (
     Gap,
     Refresh,
     Subscribed,
+    Unsubscribed,
     UserFrame,
+    read_position,
     read_user_frame,
     to_wire,
 )
@@ -417,6 +419,8 @@ def _note_position(connection: UserConnection, frame: Frame) -> None:
             user.positions[s] = (user.positions[s][0], offset)
         case Subscribed(_, s, Position(epoch, offset)) | Gap(s, position=Position(epoch, offset)):
             user.positions[s] = (f"{epoch:016x}", offset)
+        case Unsubscribed(s):
+            user.positions.pop(s, None)
         case _:
             pass
 
@@ -427,8 +431,8 @@ def _resumed(connect: Connect, event_id: str | None) -> Connect:
         return connect
     try:
         positions = json.loads(urlsafe_b64decode(event_id))
-        known = {str(s): Position(int(epoch, 16), int(offset)) for s, (epoch, offset) in positions.items()}
-    except (binascii.Error, ValueError, TypeError, AttributeError):
+        known = {str(s): read_position({"epoch": epoch, "offset": offset}) for s, (epoch, offset) in positions.items()}
+    except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError, MalformedMessage):
         return connect
     subs = tuple(replace(each, since=known.get(each.interest.id, each.since)) for each in connect.subs)
     return replace(connect, subs=subs)

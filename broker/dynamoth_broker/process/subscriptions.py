@@ -25,6 +25,9 @@ from dynamoth_client.asyncio import PubSub, Redis
 RETRY_S = 1.0
 """Subscriptions that failed because no server gave a plan are asked for again after this time."""
 
+PAUSE_S = 0.1
+"""After an error the broker reads on after this time: a client that has broken down raises one without waiting."""
+
 Handle = Callable[[Any], None]
 
 
@@ -88,7 +91,12 @@ class Subscriptions:
         """Begin a request; requests begin in the order in which they were made."""
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._report(f"a request to the cluster has failed: {error!r}")
 
     async def _subscribe(self, channel: bytes) -> None:
         while channel in self._wanted:
@@ -125,7 +133,7 @@ class Subscriptions:
             )
 
     async def _listen(self) -> None:
-        """Hand on what comes, for ever."""
+        """Forward messages to the machine until ``close``."""
         while True:
             await self._has_some.wait()
             try:
@@ -136,6 +144,7 @@ class Subscriptions:
                 self._on_refused(str(error))
             except redis.exceptions.RedisError as error:
                 self._note(str(error))
+                await asyncio.sleep(PAUSE_S)
 
     def _take(self, batch: list[dict[str, Any]]) -> None:
         self._note(None)

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import jwt
 
-from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.edge.interests import Scalar, canonical
+from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
 from dynamoth_broker.events import Grant
 
 LEEWAY_S = 10.0
@@ -124,8 +125,10 @@ class Tokens:
 
     def _grant_of(self, claims: Mapping[str, Any]) -> Grant:
         user = claims["sub"]
+        if not user:
+            raise TokenRefused("the claim 'sub' is empty")
         expires_at = self._now() + float(claims["exp"]) + LEEWAY_S - time.time()
-        bound: dict[str, dict[str, str]] = {}
+        bound: dict[str, dict[str, Scalar]] = {}
         params = claims.get("params", {})
         if not isinstance(params, dict):
             raise TokenRefused("the claim 'params' maps queries to parameters")
@@ -134,6 +137,10 @@ class Tokens:
                 raise TokenRefused("the claim 'params' maps queries to parameters")
             named = cast("dict[str, Any]", values)
             bound[query] = {name: user if value == SUBJECT else value for name, value in named.items()}
+            try:
+                canonical(bound[query])
+            except MalformedMessage as error:
+                raise TokenRefused(f"the claim 'params' cannot be used: {error}") from None
         patterns = {name: _patterns(claims, name) for name in ("channels", "queries", "publish")}
         return Grant(user, patterns["channels"], patterns["queries"], patterns["publish"], bound, expires_at)
 

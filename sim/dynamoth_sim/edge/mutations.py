@@ -14,7 +14,7 @@ from typing import Any
 
 import dynamoth.edge.log
 import dynamoth_broker.logs
-from dynamoth.edge.frames import Connect, Gap, Wanted
+from dynamoth.edge.frames import Bye, Connect, Gap, Wanted
 from dynamoth.edge.log import LogPage, append_command, read_command
 from dynamoth.edge.publications import LoggedPublication, pack_publication, unpack_publication
 from dynamoth_broker import delivery
@@ -313,7 +313,7 @@ def bye_at_once() -> AbstractContextManager[None]:
 
     def leave(self: Moves, session: Session, now: float) -> list[Any]:
         session.barriers = {}
-        return [self._bye(session)]
+        return self._bye(session)
 
     return replaced(Moves, leave=leave)
 
@@ -336,17 +336,26 @@ def barriers_pass_at_any_place() -> AbstractContextManager[None]:
     return replaced(Barriers, _end_round=Barriers._pass)
 
 
+def bye_before_gaps() -> AbstractContextManager[None]:
+    """A broker says ``bye`` to a slow user before it says what it has dropped."""
+
+    def bye(self: Moves, session: Session) -> list[Any]:
+        return [Transmit(session.connection, Bye({}))]
+
+    return replaced(Moves, _bye=bye)
+
+
 def users_are_asked_once() -> AbstractContextManager[None]:
     """A broker that is drained does not ask again a user who has not moved."""
     drain_on = Moves._drain_on
 
-    def drain(self: Moves, now: float) -> Sequence[Any]:
+    def drain_once(self: Moves, drain: int, now: float) -> Sequence[Any]:
         if self._to_move:
-            return drain_on(self, now)
-        self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on)
+            return drain_on(self, drain, now)
+        self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on, drain)
         return []
 
-    return replaced(Moves, _drain_on=drain)
+    return replaced(Moves, _drain_on=drain_once)
 
 
 EDGE_CHECKS: tuple[Check, ...] = (
@@ -378,6 +387,7 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-old-broker-is-late", bye_at_once, "expected"),
     Check("edge-old-broker-has-no-link", barriers_skip_lost_links, "G5"),
     Check("edge-channel-moves-first", barriers_pass_at_any_place, "expected"),
+    Check("edge-slow-user-moves", bye_before_gaps, "G5"),
     Check("edge-drained", users_are_asked_once, "expected"),
     *CHECKS_OF_USERS,
 )

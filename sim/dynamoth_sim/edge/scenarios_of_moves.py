@@ -18,6 +18,10 @@ from dynamoth_sim.scenarios.stage import control_in
 PATIENT = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, grace_s=5.0))
 """Brokers that wait for their barriers longer than a link is down here."""
 
+UNREAD_MAX = 10
+SMALL_BUFFERS = replace(PATIENT, unread_max=UNREAD_MAX)
+"""Brokers that wait, and have room for few frames that a user does not read."""
+
 LINK_LOST_S = 0.7
 """Longer than it takes a link to find out that nothing comes."""
 
@@ -141,6 +145,28 @@ def channel_moves_first(stage: EdgeStage) -> None:
     stage.expect_delivered(user, 2)
 
 
+def slow_user_moves(stage: EdgeStage) -> None:
+    """U reads nothing for a while, and moves meanwhile: b1 says what it has dropped before it says ``bye``."""
+    live = stage.edge.live[0]
+    channel = live.name.encode()
+    stage.warm_up("b2")
+    user, publisher = stage.user("U", live), stage.publisher("P", channel)
+    stage.run(AT_ONCE_S)
+    with stage.channel_held("b2", live, to_server=True):
+        stage.ask_to_move(user, "b2")
+        stage.wait("U has been asked to move", lambda: len(user.machine.connections) > 1)
+        wire = stage.wire(user)
+        wire.hold_down()
+        stage.publish(publisher, channel, 2 * UNREAD_MAX)
+        stage.run(AT_ONCE_S)
+    stage.wait("b2 serves U", lambda: user.moved == 1)
+    stage.run(AT_ONCE_S)
+    wire.release_down()
+    stage.wait_served(user, "b2")
+    stage.run(AT_ONCE_S)
+    stage.expect_user_gaps(1, live)
+
+
 def old_broker_dies(stage: EdgeStage) -> None:
     """b1 is late, and dies when U has left it, before ``bye``: U reports a gap."""
     live = stage.edge.live[0]
@@ -228,4 +254,5 @@ MOVING: dict[str, EdgeScenario] = {
     "edge-old-broker-has-no-link": EdgeScenario(old_broker_has_no_link, edge=PATIENT, losses_allowed=True),
     "edge-old-broker-is-late": EdgeScenario(old_broker_is_late),
     "edge-old-broker-overlaps": EdgeScenario(old_broker_overlaps),
+    "edge-slow-user-moves": EdgeScenario(slow_user_moves, edge=SMALL_BUFFERS, losses_allowed=True),
 }
