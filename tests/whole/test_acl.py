@@ -106,6 +106,11 @@ def test_agents_and_the_balancer_start_again_under_the_rules(cluster: LocalClust
         daemon.stop()
         daemon.start()
     cluster.wait_ready()
+
+    def all_are_heard() -> bool:
+        return {server["agent"] for server in cluster.ask_balancer("status")["servers"].values()} == {"alive"}
+
+    until(all_are_heard, "the new balancer hears all agents", 0.05)
     cluster.ask_balancer("move", {"channel": channel, "to": "s1"})
     cluster.ask_balancer("move", {"channel": channel, "to": "s2"})
     cluster.check()
