@@ -5,12 +5,13 @@ import gc
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import uvloop
 
 from dynamoth.edge.frames import (
     Ack,
@@ -51,6 +52,7 @@ from dynamoth_user import (
 from dynamoth_user.client import State
 from dynamoth_user.encoding import Encoding
 from dynamoth_user.engine import may_connect
+from dynamoth_user.machine.machine import UserMachine
 from tests.tls import make_certificates
 from tests.user.scripted_broker import JSON, MSGPACK, Peer, ScriptedBroker, at, data, scripted_broker
 
@@ -790,3 +792,26 @@ async def test_a_client_is_used_inside_async_with_only() -> None:
 
 def _fail(*_: object) -> None:
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_timer_that_is_due_already_can_be_set_again(
+    monkeypatch: pytest.MonkeyPatch, new_event_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """The handles of uvloop do not know their time then."""
+
+    def in_the_past(_: UserMachine) -> float:
+        return 0.0
+
+    async def main() -> None:
+        client = Client(["ws://127.0.0.1:9/connect"])
+        async with client:
+            engine = client._engine
+            assert engine is not None
+            monkeypatch.setattr(UserMachine, "deadline", in_the_past)
+            engine._set_timer()
+            engine._set_timer()
+            monkeypatch.undo()
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main())

@@ -88,6 +88,8 @@ class Engine:
         self._connections: dict[int, BrokerConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        #: When it goes off. Not every event loop has handles that know it.
+        self._timer_due = 0.0
         #: Events that have come while the machine was at work.
         self._events: deque[UserEvent] = deque()
         self._is_at_work = False
@@ -215,12 +217,13 @@ class Engine:
     def _set_timer(self) -> None:
         due = None if self._is_broken else self._machine.deadline()
         if self._timer is not None:
-            if self._timer.when() == due:
+            if self._timer_due == due:
                 return
             self._timer.cancel()
             self._timer = None
         if due is not None:
             self._timer = self._loop.call_at(due, self._tick)
+            self._timer_due = due
 
     def _tick(self) -> None:
         self._timer = None

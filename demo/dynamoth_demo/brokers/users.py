@@ -80,6 +80,8 @@ class Worker:
         self._published: Counter[tuple[str, str]] = Counter()
         self._failed: list[tuple[str, str, int]] = []
         self._gaps = 0
+        #: Why users have ended; none should.
+        self._faults: list[str] = []
 
     async def start(self) -> None:
         """Connect all users, and subscribe."""
@@ -111,7 +113,12 @@ class Worker:
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._faults.append(f"a user has ended: {error!r}")
 
     async def _listen(self, name: str, channel: str, subscription: Any, audit: Audit) -> None:
         key = channel.encode()
@@ -191,7 +198,7 @@ class Worker:
         for publisher, channel, count in published:
             self._audit_of(channel).published_upto(publisher, channel.encode(), count)
         now = time.monotonic()
-        violations = [*self._audit.finish(now), *self._logged_audit.finish(now)]
+        violations = [*self._faults, *self._audit.finish(now), *self._logged_audit.finish(now)]
         totals = asdict(self._audit.totals + self._logged_audit.totals)
         return {
             "totals": totals,
