@@ -278,7 +278,7 @@ class Delivery:
         return [*actions, *self.compare(interest, now)] if pending else actions
 
     def compare(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
-        """Read the log behind the tip, for all users; once more if that is under way, as it may see less."""
+        """Read the log behind the tip, for all users. If a read is under way, another one follows it."""
         if not interest.is_logged:
             return []
         if interest.is_reading or interest.phase is not Phase.OPEN:

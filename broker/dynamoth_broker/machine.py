@@ -287,7 +287,7 @@ class BrokerMachine:
             error = Error("draining", "this broker takes no users now", "elsewhere", RETRY_MS)
             return GOING_AWAY, "draining", error
         if len(self.sessions) > self._options.sessions_max:
-            return FULL, "full", Error("full", "this broker has as many users as it may", "elsewhere", RETRY_MS)
+            return FULL, "full", Error("full", "this broker has no room for more users", "elsewhere", RETRY_MS)
         earlier = self._by_key.get(session.key)
         if earlier is not None and not earlier.is_closed and earlier.generation > connect.generation:
             return TAKEN_OVER, "taken over", Error("taken_over", "a newer connection of this session is here")

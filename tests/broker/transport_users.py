@@ -1,4 +1,4 @@
-"""What tests of the transports need: a listener that writes down what it is told, and a raw WebSocket client."""
+"""What tests of the transports need: a listener that records its events, and a raw WebSocket client."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tests.coordinator.scripted_cluster import ScriptedCluster, report_of
 from tests.coordinator.worlds import own_interests, paper, ratios
 
 SETTINGS = CoordinatorSettings(connection_bytes_per_s=0.0, slow_half_life_s=0.1, ratio_mean_min=0.2)
-"""Looks at 0, 5, 10 s; what is due at three of them is decided. Averages show nearly what the latest report does."""
+"""Looks at 0, 5, 10 s; what three of them ask for is decided. Averages show nearly what the latest report does."""
 
 
 def uneven(users: int = 40, capacity: float = 100.0) -> LoadModel:

@@ -45,7 +45,7 @@ class Explanation:
     loads: Summary
     #: Load ratio and standing by broker.
     brokers: dict[str, tuple[float, str]]
-    #: What is due, or empty: with figures, in words.
+    #: The next actions, in words with figures; empty: none.
     due: str
     #: At how many looks one after the other it was due.
     looks: int

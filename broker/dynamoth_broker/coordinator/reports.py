@@ -22,7 +22,7 @@ from dynamoth.edge.control import InterestColumns as InterestColumns
 from dynamoth_broker.coordinator.model import LoadModel, Standing
 
 ANY_LOAD = inf
-"""The load to ask for where a broker should offer as many candidates as it may."""
+"""The load to ask for where a broker should offer the largest number of candidates."""
 
 
 def user_load_class(load: float) -> int:

@@ -16,7 +16,7 @@ _COUNTERS = {
     "frames_received": "Frames of users",
     "malformed": "Messages of Redis that could not be read",
     "malformed_frames": "Frames of users that could not be read",
-    "gaps": "Gaps that users were told of",
+    "gaps": "Gaps that were sent to users",
     "logs_lost": "Lives of logs that began while users had subscribed",
     "log_errors": "Errors of log servers",
     "slow_sessions": "Times that a user has fallen behind, as the connection was full",

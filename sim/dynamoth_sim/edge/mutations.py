@@ -91,7 +91,7 @@ def nothing_is_kept_while_opening() -> AbstractContextManager[None]:
 
 
 def one_user_waits() -> AbstractContextManager[None]:
-    """Only the first user who has asked for an interest is told that it is open."""
+    """Only the first user who has asked for an interest learns that it is open."""
     begin = Delivery.begin
 
     def begin_once(self: Delivery, subscription: Subscription, now: float) -> list[Any]:

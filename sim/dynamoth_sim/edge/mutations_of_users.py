@@ -180,7 +180,7 @@ def loss_during_a_move_is_not_reported() -> AbstractContextManager[None]:
 
 
 def deadlines_are_ignored() -> AbstractContextManager[None]:
-    """A user waits for a new broker for ever."""
+    """A user waits for a new broker without a limit."""
     return replaced(Migration, _give_up=no_actions)
 
 

@@ -3,7 +3,7 @@
 Nothing is corrected: the test of a migration is ``<=``; SDM tries one target; the source is not excluded from the
 targets; ties go to whatever comes first in the broker's dictionary; where no user passes the test, lines 22 and 23 move
 the pair that was tried last; nothing bounds the loop. A loop that never ends is found by its repeating a state: the
-algorithm has no memory but the assignment, so it then repeats what it did since, for ever.
+algorithm has no memory but the assignment, so it then repeats the same steps without end.
 
 The loads are those of :class:`~dynamoth_broker.coordinator.model.LoadModel`, with capacities of 1 and no connection
 weight, as in the paper.

@@ -22,7 +22,7 @@ LOGS_FAIL = EdgeOptions(logs_may_fail=True)
 
 
 def dropped_by_the_log(stage: EdgeStage) -> None:
-    """U comes back for more than its log keeps: it is told what is missing."""
+    """U comes back for more than its log keeps: it gets a gap that names what is missing."""
     interest = stage.edge.logged[0]
     user = stage.user("U", interest)
     user.crash()
@@ -119,7 +119,7 @@ def log_restored(stage: EdgeStage) -> None:
 
 
 def log_flushed(stage: EdgeStage) -> None:
-    """All keys of a log server are deleted: users are told, and go on with the new log."""
+    """All keys of a log server are deleted: users get a gap, and go on with the new log."""
     interest = stage.edge.logged[0]
     user, away = stage.user("U", interest), stage.user("V", interest)
     stage.publish_logged(interest, 2)
