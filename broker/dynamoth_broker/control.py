@@ -318,7 +318,7 @@ class Control:
         self._looked_at = begin + CANDIDATES_LOOKED_AT
         for session in islice(every.values(), begin, begin + CANDIDATES_LOOKED_AT):
             is_resting = session.opened_at > now - request.rest_s
-            if is_resting or session.is_closed or session.barriers is not None or _is_moving(session, now):
+            if is_resting or session.is_closed or session.leaving_channels is not None or _is_moving(session, now):
                 continue
             key = user_key(session.grant.user, session.name)
             if len(key) <= USER_MAX:
@@ -334,7 +334,7 @@ class Control:
             session = self._broker.session_of(*parse_user_key(user))
             if session is None:
                 actions += self._ended(user, MoveEnd.GONE, now)
-            elif session.barriers is not None:
+            elif session.leaving_channels is not None:
                 actions += self._ended(user, MoveEnd.LEFT, now)
             elif _is_moving(session, now) or not request.targets[target]:
                 actions += self._ended(user, MoveEnd.REFUSED, now)
@@ -455,7 +455,7 @@ class Control:
         user = read_text(arguments.get("session"), USER_MAX)
         to = tuple(read_text(url, URL_MAX) for url in read_array(arguments.get("to"))[:URLS_MAX])
         session = self._broker.session_of(*parse_user_key(user))
-        if session is None or session.barriers is not None:
+        if session is None or session.leaving_channels is not None:
             return {"here": False}, []
         if not to or self._options.url in to:
             raise MalformedMessage("the session is here: another broker expected")

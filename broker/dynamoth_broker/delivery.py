@@ -35,7 +35,10 @@ LOG_LOST = "log_lost"
 SLOW = "slow"
 
 RETRY_S = 1.0
-"""A page that could not be read is read again after this time."""
+"""A page that could not be read, or that has not yet what was published, is read again after this time."""
+
+UNKNOWN = -1
+"""Cursor of a subscription to a live interest that has missed an unknown number of publications."""
 
 LOG_UNAVAILABLE = "the server of the log does not answer: try again"
 
@@ -66,7 +69,7 @@ class Delivery:
             return self._open(interest, now)
         interest.phase = Phase.OPEN
         actions: list[BrokerAction] = []
-        for subscription in list(interest.others.values()):
+        for subscription in list(interest.not_live.values()):
             actions += self.begin(subscription, now)
         return actions
 
@@ -81,7 +84,7 @@ class Delivery:
         interest.is_reading = False
         if interest.phase is not Phase.CONFIRMED:
             return []  # it was left
-        waiting = list(interest.others.values())
+        waiting = list(interest.not_live.values())
         actions: list[BrokerAction] = []
         if page is None:
             for subscription in waiting:
@@ -92,7 +95,7 @@ class Delivery:
         interest.begin_epoch(page.epoch, page.tip)
         for subscription in waiting:
             actions += self.begin(subscription, now)
-        return [*actions, *self._drain(interest, now), *self._compare_if_stale(interest, now)]
+        return [*actions, *self._deliver_pending(interest, now), *self._read_if_stale(interest, now)]
 
     # A subscription begins.
 
@@ -229,20 +232,36 @@ class Delivery:
             return []
         if subscription.interest.is_logged:
             return self._catch_up(subscription, None, now)
+        missed = self.missed(subscription)
         subscription.interest.set_stage(subscription, Stage.LIVE)
+        return missed
+
+    def missed(self, subscription: Subscription) -> list[BrokerAction]:
+        """Report what a live interest has dropped for a paused subscription; its latest value where that is enough."""
+        interest, connection = subscription.interest, subscription.session.connection
+        count = None if subscription.cursor == UNKNOWN else interest.tip - subscription.cursor
+        if count == 0:
+            return []
+        if count is not None and interest.latest is not None:
+            self._counters["conflated"] += count - 1
+            return [Transmit(connection, interest.latest)]
         self._counters["gaps"] += 1
-        return [Transmit(subscription.session.connection, Gap(subscription.interest.id, SLOW))]
+        return [Transmit(connection, Gap(interest.id, SLOW, count=count))]
 
     # What comes.
 
     def on_publication(self, interest: SharedInterest, payload: bytes, now: float) -> list[BrokerAction]:
         """Deliver a message of the interest's channel."""
         if not interest.is_logged:
-            if not interest.live:
+            interest.tip += 1
+            if not interest.live and not interest.is_conflated:
                 return []
             publisher: int | None = getattr(payload, "publisher", None)
             place = None if publisher is None else (publisher, int(getattr(payload, "number", 0)))
-            return [Broadcast(interest.live_connections, Data(interest.id, payload, None, place))]
+            frame = Data(interest.id, payload, None, place)
+            if interest.is_conflated:
+                interest.latest = frame
+            return [Broadcast(interest.live_connections, frame)] if interest.live else []
         try:
             publication = unpack_publication(payload)
         except MalformedMessage:
@@ -255,10 +274,10 @@ class Delivery:
                 return []
             if offset == interest.tip + 1:
                 actions = [self._deliver(interest, offset, publication.payload)]
-                return actions if not interest.pending else [*actions, *self._drain(interest, now)]
+                return actions if not interest.pending else [*actions, *self._deliver_pending(interest, now)]
         if len(interest.pending) < self._options.pending_max:
             interest.pending[epoch, offset] = publication.payload
-        return self.compare(interest, now) if is_open else []
+        return self.read_behind_tip(interest, now) if is_open else []
 
     def _deliver(self, interest: SharedInterest, offset: int, payload: bytes) -> BrokerAction:
         """Send the next publication to all LIVE subscriptions."""
@@ -267,17 +286,21 @@ class Delivery:
         self.recents.add(interest, frame)
         return Broadcast(interest.live_connections, frame)
 
-    def _drain(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+    def _deliver_pending(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
         """Deliver the waiting publications whose turn has come; read the log if others still wait."""
+        actions = self._take_pending(interest)
+        return [*actions, *self.read_behind_tip(interest, now)] if interest.pending else actions
+
+    def _take_pending(self, interest: SharedInterest) -> list[BrokerAction]:
         actions: list[BrokerAction] = []
         pending = interest.pending
         while (payload := pending.pop((interest.epoch, interest.tip + 1), None)) is not None:
             actions.append(self._deliver(interest, interest.tip + 1, payload))
         for key in [key for key in pending if key[0] == interest.epoch and key[1] <= interest.tip]:
             del pending[key]
-        return [*actions, *self.compare(interest, now)] if pending else actions
+        return actions
 
-    def compare(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+    def read_behind_tip(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
         """Read the log behind the tip, for all users. If a read is under way, another one follows it."""
         if not interest.is_logged:
             return []
@@ -286,28 +309,36 @@ class Delivery:
             return []
         interest.is_reading, interest.is_stale = True, False
         return self._logs.read(
-            interest.id, interest.tip, self._options.page_entries, partial(self._compared, interest), now
+            interest.id, interest.tip, self._options.page_entries, partial(self._behind_tip, interest), now
         )
 
-    def _compared(self, interest: SharedInterest, page: LogPage | None, now: float) -> Sequence[BrokerAction]:
+    def _behind_tip(self, interest: SharedInterest, page: LogPage | None, now: float) -> Sequence[BrokerAction]:
         interest.is_reading = False
         if interest.phase is not Phase.OPEN:
             return []
         if page is None:
             if interest.pending or interest.is_stale:
-                self._timers.add(now + RETRY_S, self._compare_again, interest)
+                self._read_later(interest, now)
             return []
-        actions = self._absorb(interest, page, now)
+        actions = [*self._absorb(interest, page, now), *self._take_pending(interest)]
         if interest.tip < page.tip:
-            return [*actions, *self.compare(interest, now)]
+            return [*actions, *self.read_behind_tip(interest, now)]
         interest.pending = {key: each for key, each in interest.pending.items() if key[0] == interest.epoch}
-        return [*actions, *self._drain(interest, now), *self._compare_if_stale(interest, now)]
+        if interest.pending:  # published, and not in the log: it was restored, or somebody publishes without appending
+            self._read_later(interest, now)
+        return [*actions, *self._read_if_stale(interest, now)]
 
-    def _compare_if_stale(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
-        return self.compare(interest, now) if interest.is_stale else []
+    def _read_later(self, interest: SharedInterest, now: float) -> None:
+        if not interest.is_waiting_to_read:
+            interest.is_waiting_to_read = True
+            self._timers.add(now + RETRY_S, self._read_again, interest)
 
-    def _compare_again(self, interest: SharedInterest, now: float) -> Sequence[BrokerAction]:
-        return self.compare(interest, now)
+    def _read_if_stale(self, interest: SharedInterest, now: float) -> list[BrokerAction]:
+        return self.read_behind_tip(interest, now) if interest.is_stale else []
+
+    def _read_again(self, interest: SharedInterest, now: float) -> Sequence[BrokerAction]:
+        interest.is_waiting_to_read = False
+        return self.read_behind_tip(interest, now)
 
     def _absorb(self, interest: SharedInterest, page: LogPage, now: float) -> list[BrokerAction]:
         """Deliver to all what a page shows beyond the tip."""
@@ -327,7 +358,7 @@ class Delivery:
         actions: list[BrokerAction] = []
         position = Position(page.epoch, page.first - 1)
         gap = Gap(interest.id, LOG_LOST, interest.tip + 1, None, position)
-        behind = [each for each in interest.others.values() if each.stage is Stage.CATCHING]
+        behind = [each for each in interest.not_live.values() if each.stage is Stage.CATCHING]
         for subscription in behind:
             connection = subscription.session.connection
             actions.append(Transmit(connection, Gap(interest.id, LOG_LOST, subscription.cursor + 1, None, position)))
@@ -354,8 +385,10 @@ class Delivery:
     def on_gap(self, interest: SharedInterest, count: int | None, reason: str, now: float) -> list[BrokerAction]:
         """Handle a gap of the channel: read the log, or report it where there is none."""
         if interest.is_logged:
-            return self.compare(interest, now)
+            return self.read_behind_tip(interest, now)
         self._counters["gaps"] += len(interest.live)
+        for subscription in interest.not_live.values():
+            subscription.cursor = UNKNOWN
         if not interest.live:
             return []
         return [Broadcast(interest.live_connections, Gap(interest.id, reason, count=count))]

@@ -294,6 +294,8 @@ class BrokerOptions(SessionSettings):
     logs: dict[str, str] = field(default_factory=dict[str, str])
     #: Patterns of the channels that are logged.
     history: tuple[str, ...] = ()
+    #: Patterns of the other channels of which a user who falls behind gets the latest publication only.
+    conflate: tuple[str, ...] = ()
     log: LogOptions = field(default_factory=LogOptions)
     #: Other brokers, for users who come when this one is full, drained or gone.
     alternates: tuple[str, ...] = ()

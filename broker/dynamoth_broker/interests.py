@@ -52,12 +52,15 @@ class SharedInterest:
         "epoch",
         "idle_since",
         "interest",
+        "is_conflated",
         "is_logged",
         "is_reading",
         "is_stale",
+        "is_waiting_to_read",
         "joined_at",
+        "latest",
         "live",
-        "others",
+        "not_live",
         "pending",
         "phase",
         "recent",
@@ -65,7 +68,9 @@ class SharedInterest:
         "tip",
     )
 
-    def __init__(self, interest: Interest, *, is_logged: bool, joined_at: float = 0.0) -> None:
+    def __init__(
+        self, interest: Interest, *, is_logged: bool, is_conflated: bool = False, joined_at: float = 0.0
+    ) -> None:
         """Begin without subscriptions."""
         self.interest = interest
         self.is_logged = is_logged
@@ -74,7 +79,11 @@ class SharedInterest:
         self.joined_at = joined_at
         #: Bytes that have come since they were counted last.
         self.arrived_bytes = 0
-        #: The life of the log, and the last offset that went to the LIVE subscriptions.
+        #: Whether a user who falls behind gets the latest publication in place of a gap; and that one.
+        self.is_conflated = is_conflated and not is_logged
+        self.latest: Data | None = None
+        #: The life of the log, and the last offset that went to the LIVE subscriptions. Without a log, ``tip`` is how
+        #: many publications have come.
         self.epoch = 0
         self.tip = 0
         #: Publications that came before an earlier one, by epoch and offset.
@@ -83,13 +92,15 @@ class SharedInterest:
         self.is_reading = False
         #: Whether something may be missing that this read does not see.
         self.is_stale = False
+        #: Whether a timer for the next read is set.
+        self.is_waiting_to_read = False
         #: The latest frames, without holes, up to ``tip``.
         self.recent: deque[Data] = deque()
         self.recent_bytes = 0
         #: LIVE subscriptions by connection.
         self.live: dict[ConnectionId, Subscription] = {}
-        #: The others.
-        self.others: dict[ConnectionId, Subscription] = {}
+        #: The WAITING and CATCHING ones.
+        self.not_live: dict[ConnectionId, Subscription] = {}
         #: Since when nobody has it; None while somebody does.
         self.idle_since: float | None = None
         self._live_list: list[ConnectionId] | None = []
@@ -102,7 +113,7 @@ class SharedInterest:
     @property
     def users(self) -> int:
         """How many sessions have subscribed."""
-        return len(self.live) + len(self.others)
+        return len(self.live) + len(self.not_live)
 
     @property
     def live_connections(self) -> list[ConnectionId]:
@@ -116,19 +127,19 @@ class SharedInterest:
         connection = subscription.session.connection
         subscription.stage = stage
         if stage is Stage.LIVE:
-            self.others.pop(connection, None)
+            self.not_live.pop(connection, None)
             if connection not in self.live:
                 self.live[connection] = subscription
                 self._live_list = None
         else:
             if self.live.pop(connection, None) is not None:
                 self._live_list = None
-            self.others[connection] = subscription
+            self.not_live[connection] = subscription
 
     def remove(self, subscription: Subscription) -> None:
         """Forget a subscription that has ended."""
         connection = subscription.session.connection
-        self.others.pop(connection, None)
+        self.not_live.pop(connection, None)
         if self.live.pop(connection, None) is not None:
             self._live_list = None
 
@@ -184,8 +195,8 @@ class InterestTable:
     def check(self) -> None:
         """Assert the invariants."""
         for interest in self:
-            assert not interest.live.keys() & interest.others.keys(), f"{interest.id}: a session is live and not"
-            for connection, subscription in (*interest.live.items(), *interest.others.items()):
+            assert not interest.live.keys() & interest.not_live.keys(), f"{interest.id}: a session is live and not"
+            for connection, subscription in (*interest.live.items(), *interest.not_live.items()):
                 assert subscription.session.connection == connection
                 assert subscription.session.subscriptions[interest.id] is subscription
                 assert (subscription.stage is Stage.LIVE) == (connection in interest.live)

@@ -11,15 +11,15 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dynamoth.edge.frames import Bye, Gap, Move
+from dynamoth.edge.frames import Bye, Move
 from dynamoth.machine.timers import Timers
-from dynamoth_broker.delivery import SLOW
+from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import NORMAL, BrokerAction, BrokerOptions, RaiseBarrier, Transmit
 from dynamoth_broker.sessions import Session, Stage
 
 if TYPE_CHECKING:
     from dynamoth_broker.control import Control
-    from dynamoth_broker.machine import BrokerMachine
+    from dynamoth_broker.users import Users
 
 DRAIN_INTERVAL_S = 0.1
 """While it is drained, a broker asks users to move this often."""
@@ -30,14 +30,16 @@ class Moves:
 
     def __init__(
         self,
-        broker: BrokerMachine,
+        users: Users,
+        delivery: Delivery,
         options: BrokerOptions,
         timers: Timers[BrokerAction],
         counters: Counter[str],
         control: Control,
     ) -> None:
-        """Begin without moves; all arguments but the options are shared with the broker."""
-        self._broker = broker
+        """Begin without moves; all arguments but the options are shared with the owner."""
+        self._users = users
+        self._delivery = delivery
         self._options = options
         self._timers = timers
         self._counters = counters
@@ -50,17 +52,10 @@ class Moves:
         self._drain_per_s = 0.0
         #: How many drains have begun: a timer of an earlier one does nothing.
         self._drains = 0
-        #: Where the next user is sent.
-        self._next_alternate = 0
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether users are moved away, and none are taken."""
-        return self._to_move is not None
 
     def move(self, session: Session, to: tuple[str, ...], now: float, ticket: str | None = None) -> list[BrokerAction]:
         """Ask a user to move to the first of these URLs that serves it."""
-        if session.is_closed or session.barriers is not None or not to:
+        if session.is_closed or session.leaving_channels is not None or not to:
             return []
         options = self._options
         session.move_until = now + options.move_timeout_s
@@ -70,13 +65,13 @@ class Moves:
 
     def leave(self, session: Session, now: float) -> list[BrokerAction]:
         """Make sure that a user who has moved has everything from before, then say ``bye``."""
-        if session.barriers is not None:
+        if session.leaving_channels is not None:
             return []
         self._counters["moves_done"] += 1
         self._control.on_left(session, now)
         self._timers.add(now + self._options.grace_s, self._end_of_grace, session)
         live = [each.interest.channel for each in session.subscriptions.values() if not each.interest.is_logged]
-        channels = session.barriers = dict.fromkeys(live)
+        channels = session.leaving_channels = dict.fromkeys(live)
         if not channels:
             return self._bye(session)
         actions: list[BrokerAction] = []
@@ -96,10 +91,10 @@ class Moves:
             self._barriers[channel] = (following, [])
             actions.append(RaiseBarrier(channel))
         for session in passed:
-            if session.barriers is None or session.is_closed:
+            if session.leaving_channels is None or session.is_closed:
                 continue
-            session.barriers.pop(channel, None)
-            if not session.barriers:
+            session.leaving_channels.pop(channel, None)
+            if not session.leaving_channels:
                 actions += self._bye(session)
         return actions
 
@@ -109,13 +104,13 @@ class Moves:
         logged = [each for each in subscriptions if each.interest.is_logged]
         offsets = {each.interest.id: each.interest.tip if each.stage is Stage.LIVE else each.cursor for each in logged}
         paused = [each for each in subscriptions if each.stage is Stage.CATCHING and not each.interest.is_logged]
-        self._counters["gaps"] += len(paused)
-        connection = session.connection
-        gaps = [Transmit(connection, Gap(each.interest.id, SLOW)) for each in paused]
-        return [*gaps, Transmit(connection, Bye(offsets))]
+        actions: list[BrokerAction] = []
+        for each in paused:
+            actions += self._delivery.missed(each)
+        return [*actions, Transmit(session.connection, Bye(offsets))]
 
     def _end_of_grace(self, session: Session, now: float) -> Sequence[BrokerAction]:
-        return [] if session.is_closed else [self._broker.close(session, NORMAL, "moved")]
+        return [] if session.is_closed else [self._users.close(session, NORMAL, "moved", now)]
 
     # Drain.
 
@@ -125,12 +120,14 @@ class Moves:
         if self._to_move is None:
             self._drains += 1
             self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on, self._drains)
-        self._to_move = deque(self._broker.open_sessions())
+        self._users.is_draining = True
+        self._to_move = deque(self._users.open_sessions())
         self._moves_due = 0.0
         return []
 
     def end_drain(self) -> None:
         """Take users again; those who were not asked to move yet stay."""
+        self._users.is_draining = False
         self._to_move = None
 
     def _drain_on(self, drain: int, now: float) -> Sequence[BrokerAction]:
@@ -140,21 +137,13 @@ class Moves:
         self._timers.add(now + DRAIN_INTERVAL_S, self._drain_on, drain)
         if not self._to_move:
             self._to_move = deque(
-                each for each in self._broker.open_sessions() if each.move_until is None or each.move_until < now
+                each for each in self._users.open_sessions() if each.move_until is None or each.move_until < now
             )
         self._moves_due = min(self._moves_due + self._drain_per_s * DRAIN_INTERVAL_S, max(self._drain_per_s, 1.0))
         actions: list[BrokerAction] = []
         while self._to_move and self._moves_due >= 1:
             session = self._to_move.popleft()
-            if not session.is_closed and session.barriers is None:
+            if not session.is_closed and session.leaving_channels is None:
                 self._moves_due -= 1
-                actions += self.move(session, self.alternates(now), now)
+                actions += self.move(session, self._users.alternates(now), now)
         return actions
-
-    def alternates(self, now: float) -> tuple[str, ...]:
-        """Return the other brokers, beginning with another one each time."""
-        urls = self._control.alternates(now)
-        if not urls:
-            return ()
-        self._next_alternate = (self._next_alternate + 1) % len(urls)
-        return (*urls[self._next_alternate :], *urls[: self._next_alternate])

@@ -41,7 +41,8 @@ class Subscription:
     #: Whether ``moved_in`` waits for its answer.
     is_of_connect: bool = False
     stage: Stage = Stage.WAITING
-    #: While CATCHING: the last offset that was sent. A LIVE one has that of its interest.
+    #: While CATCHING: the last offset that was sent; of a live interest, how many publications had come. A LIVE
+    #: one has that of its interest.
     cursor: int = 0
     #: Ended by the user, or with the session.
     is_ended: bool = False
@@ -66,7 +67,7 @@ class Session:
     #: Since when too much waits to be sent; None while it does not.
     slow_since: float | None = None
     #: Channels whose barriers must pass before ``bye``; None while it has not left.
-    barriers: dict[bytes, None] | None = None
+    leaving_channels: dict[bytes, None] | None = None
     #: Until when it is to have moved; None: it was not asked to.
     move_until: float | None = None
     is_closed: bool = False

@@ -360,6 +360,11 @@ class BrokerSettings(SessionSettings, HttpSettings):
     anonymous: bool = setting(False, "whether users without a token may subscribe to everything, but publish nothing")
     logs: str = setting("", "the log servers, as ID=URL separated by spaces; always the same list")
     history: str = setting("", "patterns of the channels whose publications are logged, separated by spaces")
+    conflate: str = setting(
+        "",
+        "patterns of the other channels of which only the latest publication counts, separated by spaces: a user who"
+        " falls behind gets that one in place of a gap",
+    )
     retained_min: int = setting(10_000, "a log keeps at least this many publications", minimum=1)
     log_ttl_s: float = setting(
         604_800.0, "a log that nobody has used for this time is forgotten", unit="s", minimum=1, maximum=31_536_000

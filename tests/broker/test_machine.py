@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,7 @@ from dynamoth_broker.events import (
 )
 from dynamoth_broker.interests import FRAME_BYTES, Phase
 from dynamoth_broker.machine import BrokerMachine
-from dynamoth_broker.sessions import Stage
+from dynamoth_broker.sessions import Session, Stage
 from tests.machines.helpers import Subject, only
 
 EPOCH, LATER_EPOCH = 0xE, 0xF
@@ -128,7 +129,8 @@ class Broker(Subject):
         assert self.broker.interests.by_id[interest.id].phase is Phase.OPEN
 
     def channel(self, interest: Interest) -> bytes:
-        return interest.log_channel if self.broker.is_logged(interest) else interest.name.encode()
+        is_live = interest.kind == "channel" and not interest.name.startswith("log.")
+        return interest.name.encode() if is_live else interest.log_channel
 
     def publish(self, *offsets: int, epoch: int = EPOCH, interest: Interest = LOGGED) -> list[Any]:
         """Let publications come on the channel of an interest."""
@@ -378,6 +380,21 @@ def test_a_hole_waits_for_the_log_and_copies_are_dropped() -> None:
     assert broker.publish(2, 3, 4) == []
 
 
+def test_what_was_published_and_is_not_in_the_log_does_not_make_the_broker_read_without_pause() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1)
+    [read] = reads(broker.publish(9))
+    assert reads(broker.page(read, 0)) == []
+    [read] = reads(broker.publish(8))
+    assert reads(broker.page(read, 0)) == []
+    [read] = reads(broker.pass_time(1.0))
+    assert reads(broker.page(read, 0)) == []
+    [read] = reads(broker.pass_time(1.0))
+    assert offsets(broker.page(read, 9, *range(1, 8)), 1) == list(range(1, 10))
+    assert reads(broker.pass_time(5.0)) == []
+
+
 def test_a_gap_while_the_log_is_read_makes_it_read_again() -> None:
     broker = Broker()
     broker.open(1)
@@ -474,8 +491,50 @@ def test_a_slow_user_of_a_live_interest_gets_a_gap() -> None:
     broker.joined(1, LIVE)
     broker.tell(Overflowed(1))
     assert broker.tell(Publications([(b"news", b"x")])) == []
-    assert frames(broker.tell(Writable(1)), 1) == [Gap(LIVE.id, "slow")]
+    assert frames(broker.tell(Writable(1)), 1) == [Gap(LIVE.id, "slow", count=1)]
     assert frames(broker.tell(Publications([(b"news", b"y")])), 1) == [Data(LIVE.id, b"y")]
+
+
+def test_a_slow_user_of_a_live_interest_who_has_missed_nothing_gets_no_gap() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1, LIVE)
+    broker.tell(Publications([(b"news", b"x")]))
+    broker.tell(Overflowed(1))
+    assert broker.tell(Writable(1)) == []
+    assert frames(broker.tell(Publications([(b"news", b"y")])), 1) == [Data(LIVE.id, b"y")]
+
+
+def test_a_slow_user_does_not_know_how_much_of_a_live_interest_is_missing_after_a_gap_of_its_channel() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1, LIVE)
+    broker.tell(Overflowed(1))
+    broker.tell(ChannelGap(b"news", 3, "lost"))
+    broker.tell(Publications([(b"news", b"x")]))
+    assert frames(broker.tell(Writable(1)), 1) == [Gap(LIVE.id, "slow")]
+
+
+def test_a_slow_user_of_a_conflated_channel_gets_the_latest_publication() -> None:
+    broker = Broker(replace(NO_PINGS, conflate=("n*",)))
+    broker.open(1)
+    broker.joined(1, LIVE)
+    broker.tell(Overflowed(1))
+    broker.tell(Publications([(b"news", b"x"), (b"news", b"y")]))
+    assert frames(broker.tell(Writable(1)), 1) == [Data(LIVE.id, b"y")]
+    assert broker.broker.counters["conflated"] == 1
+    broker.tell(Overflowed(1))
+    assert broker.tell(Writable(1)) == []
+
+
+def test_a_gap_of_a_conflated_channel_is_reported() -> None:
+    broker = Broker(replace(NO_PINGS, conflate=("n*",)))
+    broker.open(1)
+    broker.joined(1, LIVE)
+    broker.tell(Overflowed(1))
+    broker.tell(Publications([(b"news", b"x")]))
+    broker.tell(ChannelGap(b"news", 3, "lost"))
+    assert frames(broker.tell(Writable(1)), 1) == [Gap(LIVE.id, "slow")]
 
 
 @pytest.mark.parametrize("interest", [LIVE, LOGGED])
@@ -626,6 +685,36 @@ def test_a_token_ends_and_a_new_one_lasts() -> None:
     ]
 
 
+def test_a_token_that_outlives_many_pings_ends_in_time() -> None:
+    broker = Broker(replace(OPTIONS, ping_s=5.0))
+    expires_at = broker.now + 42.0
+    broker.open(1, grant=Grant("me", expires_at=expires_at))
+    for _ in range(41):
+        assert only(CloseConnection, broker.pass_time(1.0)) == []
+        broker.frame(1, Pong())
+    assert [each.code for each in only(CloseConnection, broker.pass_time(1.1))] == [TOKEN_EXPIRED]
+
+
+def test_a_connection_that_has_ended_does_not_stay_in_memory_until_its_token_expires() -> None:
+    broker = Broker(replace(OPTIONS, ping_s=5.0))
+    for number in range(100):
+        broker.open(number, grant=Grant("me", expires_at=broker.now + 3600.0))
+        broker.tell(Closed(number))
+    broker.pass_time(20.0)
+    gc.collect()
+    known = broker.broker.sessions
+    assert [each for each in gc.get_objects() if isinstance(each, Session) and each.grant.user == "me"] == []
+    assert not known
+
+
+def test_who_is_refused_takes_no_room() -> None:
+    broker = Broker(replace(NO_PINGS, sessions_max=1))
+    broker.open(1)
+    assert [each.code for each in only(CloseConnection, broker.open(2))] == [FULL]
+    broker.tell(Closed(1))
+    assert only(CloseConnection, broker.open(3)) == []  # although the connection of 2 is being closed
+
+
 def test_a_stop_closes_everything_and_admits_nobody() -> None:
     broker = Broker()
     broker.open(1)
@@ -762,7 +851,8 @@ def test_a_slow_user_of_a_live_interest_who_leaves_gets_the_gap_before_bye() -> 
     broker.joined(1, LIVE)
     broker.tell(Overflowed(1))
     broker.frame(1, Leave())
-    assert frames(broker.tell(BarrierPassed(b"news")), 1) == [Gap(LIVE.id, "slow"), Bye({})]
+    broker.tell(Publications([(b"news", b"x")]))
+    assert frames(broker.tell(BarrierPassed(b"news")), 1) == [Gap(LIVE.id, "slow", count=1), Bye({})]
 
 
 def test_a_drain_spreads_users_admits_nobody_and_asks_again() -> None:

@@ -62,6 +62,7 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
         control={server.id: server.url for server in servers},
         logs={id_: address.url() for id_, address in logs.items()},
         history=history,
+        conflate=tuple(broker.conflate.split()),
         log=LogOptions(broker.retained_min, broker.log_ttl_s, broker.log_durable),
         alternates=_alternates(loaded),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import dynamoth.edge.log
 import dynamoth_broker.logs
-from dynamoth.edge.frames import Bye, Connect, Gap, Wanted
+from dynamoth.edge.frames import Bye, Gap, PublishRequest, Wanted
 from dynamoth.edge.log import LogPage, append_command, read_command
 from dynamoth.edge.publications import LoggedPublication, pack_publication, unpack_publication
 from dynamoth_broker import delivery
@@ -24,6 +24,8 @@ from dynamoth_broker.interests import Phase, SharedInterest
 from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.moves import DRAIN_INTERVAL_S, Moves
 from dynamoth_broker.sessions import Session, Stage, Subscription
+from dynamoth_broker.subscribing import Subscribing
+from dynamoth_broker.users import Users
 from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import BarrierPassed
 from dynamoth_sim.edge.mutations_of_users import CHECKS_OF_USERS
@@ -105,42 +107,42 @@ def one_user_waits() -> AbstractContextManager[None]:
 def interests_are_left_regardless() -> AbstractContextManager[None]:
     """A broker leaves a channel after its time, though somebody has subscribed again."""
 
-    def leave(_: BrokerMachine, shared: SharedInterest, now: float) -> list[Any]:
+    def leave(_: Subscribing, shared: SharedInterest, now: float) -> list[Any]:
         shared.phase = Phase.LEAVING
         return [UnsubscribeChannel(shared.channel)]
 
-    return replaced(BrokerMachine, _leave_interest=leave)
+    return replaced(Subscribing, _leave_interest=leave)
 
 
 def interests_are_never_left() -> AbstractContextManager[None]:
     """A broker keeps every channel that somebody has ever subscribed to."""
-    return replaced(BrokerMachine, _leave_interest=no_actions)
+    return replaced(Subscribing, _leave_interest=no_actions)
 
 
 def left_interests_are_used_again() -> AbstractContextManager[None]:
     """A broker goes on with what it has of an interest that it is leaving when somebody subscribes."""
-    subscribe = BrokerMachine._subscribe
+    subscribe = Subscribing.subscribe
 
-    def use_again(self: BrokerMachine, session: Session, wanted: Wanted, *arguments: Any, **options: Any) -> list[Any]:
+    def use_again(self: Subscribing, session: Session, wanted: Wanted, *arguments: Any, **options: Any) -> list[Any]:
         shared = self.interests.by_id.get(wanted.interest.id)
         if shared is None or shared.phase is not Phase.LEAVING:
             return subscribe(self, session, wanted, *arguments, **options)
         shared.phase = Phase.JOINING
         return [SubscribeChannel(shared.channel), *subscribe(self, session, wanted, *arguments, **options)]
 
-    return replaced(BrokerMachine, _subscribe=use_again)
+    return replaced(Subscribing, subscribe=use_again)
 
 
 def refused_interests_linger() -> AbstractContextManager[None]:
     """A broker leaves the channel of an interest that Redis has refused, after its time."""
-    on_failed = BrokerMachine._on_failed
+    on_failed = Subscribing._on_failed
 
-    def linger(self: BrokerMachine, shared: SharedInterest, reason: str) -> list[Any]:
-        actions = on_failed(self, shared, reason)
+    def linger(self: Subscribing, shared: SharedInterest, reason: str, now: float) -> list[Any]:
+        actions = on_failed(self, shared, reason, now)
         shared.phase = Phase.JOINING
         return actions
 
-    return replaced(BrokerMachine, _on_failed=linger)
+    return replaced(Subscribing, _on_failed=linger)
 
 
 # Delivery.
@@ -266,17 +268,17 @@ def executions_are_not_numbered() -> AbstractContextManager[None]:
 
 def published_before_appended() -> AbstractContextManager[None]:
     """A broker publishes with the offset that it expects, and appends then."""
-    publish = BrokerMachine._publish
+    on_frame = BrokerMachine._on_frame
 
-    def publish_first(self: BrokerMachine, session: Session, request: Any, now: float) -> list[Any]:
-        actions = publish(self, session, request, now)
-        shared = self.interests.by_id.get(request.channel.id)
-        if shared is None or not shared.is_logged:
+    def publish_first(self: BrokerMachine, session: Session, frame: object, now: float) -> list[Any]:
+        actions = on_frame(self, session, frame, now)
+        shared = self.interests.by_id.get(frame.channel.id) if isinstance(frame, PublishRequest) else None
+        if not isinstance(frame, PublishRequest) or shared is None or not shared.is_logged:
             return actions
-        publication = LoggedPublication(shared.epoch, shared.tip + 1, request.payload)
+        publication = LoggedPublication(shared.epoch, shared.tip + 1, frame.payload)
         return [PublishMessage(shared.channel, pack_publication(publication)), *actions]
 
-    return replaced(BrokerMachine, _publish=publish_first)
+    return replaced(BrokerMachine, _on_frame=publish_first)
 
 
 # Sessions and moves.
@@ -284,35 +286,36 @@ def published_before_appended() -> AbstractContextManager[None]:
 
 def generations_are_ignored() -> AbstractContextManager[None]:
     """A broker takes the connection that came last for the newest one."""
-    why_not_admitted = BrokerMachine._why_not_admitted
+    why_not_admitted = Users._why_not_admitted
 
-    def admit(self: BrokerMachine, session: Session, connect: Connect) -> Any:
-        return why_not_admitted(self, session, dataclasses.replace(connect, generation=2**50))
+    def admit(self: Users, session: Session, *arguments: Any) -> Any:
+        newest = dataclasses.replace(session, generation=2**50)
+        return why_not_admitted(self, newest, *arguments)
 
-    return replaced(BrokerMachine, _why_not_admitted=admit)
+    return replaced(Users, _why_not_admitted=admit)
 
 
 def pongs_are_not_awaited() -> AbstractContextManager[None]:
     """A broker keeps a connection whose user does not answer."""
-    keep_alive = BrokerMachine._keep_alive
+    keep_alive = Users._keep_alive
 
-    def ping(self: BrokerMachine, now: float) -> Sequence[Any]:
+    def ping(self: Users, now: float) -> Sequence[Any]:
         self._pongs.clear()
         return keep_alive(self, now)
 
-    return replaced(BrokerMachine, _keep_alive=ping)
+    return replaced(Users, _keep_alive=ping)
 
 
 def nobody_is_pinged() -> AbstractContextManager[None]:
     """A broker sends nothing to users where nothing is published."""
-    return replaced(BrokerMachine, _keep_alive=no_actions)
+    return replaced(Users, _keep_alive=no_actions)
 
 
 def bye_at_once() -> AbstractContextManager[None]:
     """A broker says ``bye`` without a barrier."""
 
     def leave(self: Moves, session: Session, now: float) -> list[Any]:
-        session.barriers = {}
+        session.leaving_channels = {}
         return self._bye(session)
 
     return replaced(Moves, leave=leave)

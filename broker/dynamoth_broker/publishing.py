@@ -1,0 +1,58 @@
+"""Publishes what users publish: on live channels by the Dynamoth client, on logged ones after the append to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dynamoth.edge.frames import Error, Published, PublishRequest
+from dynamoth.edge.interests import Interest
+from dynamoth.edge.log import Appended
+from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
+from dynamoth_broker.events import BrokerAction, PublishMessage, Transmit
+from dynamoth_broker.logs import Logs
+from dynamoth_broker.sessions import Session
+
+RETRY_MS = 1000
+
+
+class Publishing:
+    """The publications of one broker's users. ``is_logged`` tells which interests have a log."""
+
+    def __init__(self, logs: Logs, is_logged: Callable[[Interest], bool]) -> None:
+        """Begin; ``logs`` is shared with the owner."""
+        self._logs = logs
+        self._is_logged = is_logged
+
+    def publish(self, session: Session, request: PublishRequest, now: float) -> list[BrokerAction]:
+        """Publish, or say why not."""
+        interest, ref, connection = request.channel, request.ref, session.connection
+        if not session.grant.may_publish(interest.name) or interest.is_reserved:
+            return [Transmit(connection, Error("forbidden", "the token does not allow to publish here", ref=ref))]
+        if not self._is_logged(interest):
+            token = partial(self._published, session, ref)
+            return [PublishMessage(interest.name.encode(), request.payload, token)]
+        if not self._logs.is_configured:
+            return [Transmit(connection, Error("log_unavailable", "this broker has no log servers", ref=ref))]
+        return self._logs.append(interest.id, request.payload, partial(self._appended, session, request), now)
+
+    def _published(self, session: Session, ref: int, reason: str | None) -> list[BrokerAction]:
+        if reason is None:
+            return [Transmit(session.connection, Published(ref))]
+        error = Error("unknown_outcome", f"it may not have been published: {reason}", "later", RETRY_MS, ref)
+        return [Transmit(session.connection, error)]
+
+    def _appended(
+        self, session: Session, request: PublishRequest, result: Appended | str, now: float
+    ) -> Sequence[BrokerAction]:
+        if isinstance(result, str):
+            unknown = result == "unknown"
+            code = "unknown_outcome" if unknown else "log_unavailable"
+            text = "the connection to the log was lost: it may or may not be stored" if unknown else result
+            return [Transmit(session.connection, Error(code, text, "later", RETRY_MS, request.ref))]
+        publication = LoggedPublication(result.epoch, result.offset, request.payload)
+        position = Position(result.epoch, result.offset)
+        return [
+            PublishMessage(request.channel.log_channel, pack_publication(publication)),
+            Transmit(session.connection, Published(request.ref, position)),
+        ]

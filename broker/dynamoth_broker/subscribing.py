@@ -1,0 +1,211 @@
+"""Joins and leaves the interests of a broker: users who subscribe, unsubscribe, or lose a subscription."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dynamoth.edge.frames import Error, MovedIn, Wanted
+from dynamoth.edge.interests import Interest, is_bound
+from dynamoth.globs import compile_glob
+from dynamoth.machine.timers import Timers
+from dynamoth_broker.delivery import Delivery
+from dynamoth_broker.events import (
+    BrokerAction,
+    BrokerOptions,
+    ChannelConfirmed,
+    ChannelEnded,
+    ChannelFailed,
+    ChannelGap,
+    Grant,
+    SubscribeChannel,
+    Transmit,
+    UnsubscribeChannel,
+)
+from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
+from dynamoth_broker.sessions import Session, Stage, Subscription
+
+RETRY_MS = 1000
+
+
+def may_subscribe(grant: Grant, interest: Interest) -> bool:
+    """Return whether a user may subscribe to an interest, with its parameters."""
+    bound = grant.bound.get(interest.name, {}) if interest.kind == "query" else {}
+    return grant.may_subscribe(interest.kind, interest.name) and is_bound(interest, bound)
+
+
+class Subscribing:
+    """The interests of one broker, and who has subscribed to them."""
+
+    def __init__(
+        self,
+        options: BrokerOptions,
+        delivery: Delivery,
+        timers: Timers[BrokerAction],
+        counters: Counter[str],
+    ) -> None:
+        """Begin without interests; all arguments are shared with the owner."""
+        self._options = options
+        self._delivery = delivery
+        self._timers = timers
+        self._counters = counters
+        #: Sessions that have lost a confirmed subscription since the owner looked last: it closes them.
+        self.lost_some: list[Session] = []
+        self.interests = InterestTable()
+        self._history = [compile_glob(pattern.encode()) for pattern in options.history]
+        self._conflated = [compile_glob(pattern.encode()) for pattern in options.conflate]
+
+    def is_logged(self, interest: Interest) -> bool:
+        """Return whether an interest has a log."""
+        if interest.kind == "query":
+            return True
+        return any(pattern.fullmatch(interest.name.encode()) for pattern in self._history)
+
+    def _is_conflated(self, interest: Interest) -> bool:
+        """Return whether the latest publication is all that a slow user needs."""
+        return any(pattern.fullmatch(interest.name.encode()) for pattern in self._conflated)
+
+    # Users.
+
+    def connect(self, session: Session, subs: Sequence[Wanted], now: float) -> list[BrokerAction]:
+        """Subscribe to all of these; ``moved_in`` follows the last answer."""
+        session.unanswered = len(subs)
+        actions: list[BrokerAction] = []
+        for wanted in subs:
+            actions += self.subscribe(session, wanted, now, is_of_connect=True)
+        return actions if subs else [Transmit(session.connection, MovedIn())]
+
+    def subscribe(
+        self, session: Session, wanted: Wanted, now: float, *, is_of_connect: bool = False
+    ) -> list[BrokerAction]:
+        """Subscribe a user, or refuse it. A second subscription to an interest replaces the first."""
+        interest = wanted.interest
+        if error := self._why_not(session, wanted):
+            refusal: list[BrokerAction] = [Transmit(session.connection, error)]
+            return [*refusal, *self._count_answer(session)] if is_of_connect else refusal
+        before = session.subscriptions.get(interest.id)
+        actions: list[BrokerAction] = []
+        if before is not None:
+            self.end(before, now)
+            if is_of_connect and before.is_of_connect and before.stage is Stage.WAITING:  # it is there twice
+                actions += self._count_answer(session)
+            is_of_connect = is_of_connect or before.is_of_connect
+        shared = self.interests.by_id.get(interest.id)
+        # Nothing is awaited between look-up and entry: two users never join twice. One that is being left is not used
+        # again: an answer of its log may still come.
+        if shared is None or shared.phase is Phase.LEAVING:
+            shared = SharedInterest(
+                interest, is_logged=self.is_logged(interest), is_conflated=self._is_conflated(interest), joined_at=now
+            )
+            self.interests.add(shared)
+            actions.append(SubscribeChannel(shared.channel))
+        shared.idle_since = None
+        subscription = Subscription(session, shared, wanted.ref, wanted.since, is_of_connect)
+        session.subscriptions[interest.id] = subscription
+        shared.set_stage(subscription, Stage.WAITING)
+        return [*actions, *self._delivery.begin(subscription, now)]
+
+    def _why_not(self, session: Session, wanted: Wanted) -> Error | None:
+        interest, ref = wanted.interest, wanted.ref
+        if not may_subscribe(session.grant, interest):
+            return Error("forbidden", f"the token does not allow this {interest.kind}, or its parameters", ref=ref)
+        if interest.is_reserved:
+            return Error("forbidden", "this name is reserved", ref=ref)
+        is_new = interest.id not in session.subscriptions
+        if is_new and len(session.subscriptions) >= self._options.subscriptions_per_session_max:
+            most = self._options.subscriptions_per_session_max
+            return Error("too_many", f"one connection has {most} subscriptions at most", ref=ref)
+        if self.is_logged(interest) and not self._options.logs:
+            return Error("log_unavailable", "this broker has no log servers: see broker.logs", ref=ref)
+        return None
+
+    def unsubscribe(self, session: Session, s: str) -> None:
+        """End a user's subscription, if there is one, once the present event was handled."""
+        subscription = session.subscriptions.get(s)
+        if subscription is not None:
+            self._delivery.refused.append(subscription)
+
+    def end(self, subscription: Subscription, now: float) -> None:
+        """End a subscription; its interest lingers if nobody else has it."""
+        subscription.is_ended = True
+        shared = subscription.interest
+        shared.remove(subscription)
+        subscriptions = subscription.session.subscriptions
+        if subscriptions.get(shared.id) is subscription:
+            del subscriptions[shared.id]
+        if not shared.users and shared.idle_since is None:
+            shared.idle_since = now
+            self._timers.add(now + self._options.linger_s, self._leave_interest, shared)
+
+    def _leave_interest(self, shared: SharedInterest, now: float) -> Sequence[BrokerAction]:
+        idle_since = shared.idle_since
+        if idle_since is None or now < idle_since + self._options.linger_s or shared.phase is Phase.LEAVING:
+            return []
+        shared.phase = Phase.LEAVING
+        shared.pending.clear()
+        self._delivery.recents.forget(shared)
+        return [UnsubscribeChannel(shared.channel)]
+
+    # Answers.
+
+    def account(self, now: float) -> list[BrokerAction]:
+        """Note which subscriptions were answered and refused; say ``moved_in`` to users with the last answer."""
+        actions: list[BrokerAction] = []
+        delivery = self._delivery
+        while delivery.refused or delivery.answered:
+            refused, delivery.refused = delivery.refused, []
+            answered, delivery.answered = delivery.answered, []
+            for subscription in refused:
+                self.end(subscription, now)
+            for subscription in (*answered, *refused):
+                if subscription.is_of_connect:
+                    subscription.is_of_connect = False
+                    actions += self._count_answer(subscription.session)
+        return actions
+
+    @staticmethod
+    def _count_answer(session: Session) -> list[BrokerAction]:
+        """Count one more answer to a subscription of ``connect``."""
+        session.unanswered -= 1
+        return [] if session.unanswered or session.is_closed else [Transmit(session.connection, MovedIn())]
+
+    # The Dynamoth client.
+
+    def on_channel(
+        self, event: ChannelConfirmed | ChannelEnded | ChannelFailed | ChannelGap, now: float
+    ) -> list[BrokerAction]:
+        """Handle what happened to the subscription to a channel."""
+        shared = self.interests.by_channel.get(event.channel)
+        if shared is None:
+            return []
+        match event:
+            case ChannelConfirmed():
+                return self._delivery.on_confirmed(shared, now) if shared.phase is Phase.JOINING else []
+            case ChannelEnded():
+                if shared.phase is Phase.LEAVING:
+                    self.interests.remove(shared)
+                return []
+            case ChannelFailed(_, reason):
+                return self._on_failed(shared, reason, now)
+            case ChannelGap(_, count, reason):
+                return self._delivery.on_gap(shared, count, reason, now)
+
+    def _on_failed(self, shared: SharedInterest, reason: str, now: float) -> list[BrokerAction]:
+        """Refuse everybody: Redis does not let this broker subscribe."""
+        shared.phase = Phase.LEAVING  # whatever still waits for it ends here
+        actions: list[BrokerAction] = []
+        for subscription in (*shared.live.values(), *shared.not_live.values()):
+            error = Error(
+                "unavailable", f"the broker cannot subscribe to it: {reason}", "later", RETRY_MS, subscription.ref
+            )
+            session = subscription.session
+            was_confirmed = subscription.stage is not Stage.WAITING
+            actions.append(Transmit(session.connection, error))
+            self._delivery.refused.append(subscription)
+            self.end(subscription, now)
+            if was_confirmed:  # the user takes it for good: who connects again learns that it is refused
+                self.lost_some.append(session)
+        self.interests.remove(shared)
+        self._delivery.recents.forget(shared)
+        self._counters["subscriptions_refused_by_redis"] += 1
+        return actions
