@@ -122,8 +122,7 @@ class BrokerMachine:
                 self.users.on_closed(connection, now)
                 return []
             case Overflowed(connection):
-                self.users.on_overflowed(connection, now)
-                return []
+                return self.users.on_overflowed(connection, now)
             case Writable(connection):
                 return self.users.on_writable(connection, now)
             case ChannelConfirmed() | ChannelEnded() | ChannelFailed() | ChannelGap():

@@ -60,6 +60,8 @@ class Users:
         #: Sessions by when they are pinged next, and by when their answer is due; the earliest first.
         self._pings: deque[tuple[float, Session]] = deque()
         self._pongs: deque[tuple[float, Session]] = deque()
+        #: Sessions that are slow, for the longest time first.
+        self._slow: dict[Session, None] = {}
         #: Where the next user is sent.
         self._next_alternate = 0
         #: Whether users are moved away, and none are taken.
@@ -133,6 +135,7 @@ class Users:
     def close(self, session: Session, code: int, reason: str, now: float) -> BrokerAction:
         """Close a session's connection. Nothing more is delivered."""
         session.is_closed = True
+        self._slow.pop(session, None)
         for subscription in list(session.subscriptions.values()):
             self._subscribing.end(subscription, now)
         if self._by_key.get(session.key) is session:
@@ -183,15 +186,23 @@ class Users:
 
     # Slow users, and those who are gone.
 
-    def on_overflowed(self, connection: ConnectionId, now: float) -> None:
-        """Let a user fall behind."""
+    def on_overflowed(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
+        """Let a user fall behind; if very many are, close the connection of the one who has been for longest."""
         session = self.open_session(connection)
         if session is None or session.slow_since is not None:
-            return
+            return []
         self._counters["slow_sessions"] += 1
         session.slow_since = now
+        self._slow[session] = None
         for subscription in session.subscriptions.values():
             self._delivery.pause(subscription)
+        if len(self._slow) <= self._options.slow_sessions_max:
+            return []
+        return [self._close_slow(next(iter(self._slow)), now)]
+
+    def _close_slow(self, session: Session, now: float) -> BrokerAction:
+        self._counters["slow_sessions_closed"] += 1
+        return self.close(session, TOO_SLOW, "too slow", now)
 
     def on_writable(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
         """Let a user catch up."""
@@ -199,6 +210,7 @@ class Users:
         if session is None or session.slow_since is None:
             return []
         session.slow_since = None
+        del self._slow[session]
         actions: list[BrokerAction] = []
         for subscription in list(session.subscriptions.values()):
             actions += self._delivery.go_on(subscription, now)
@@ -214,7 +226,7 @@ class Users:
             if session.is_closed:
                 continue
             if session.slow_since is not None and now - session.slow_since > options.slow_s_max:
-                actions.append(self.close(session, TOO_SLOW, "too slow", now))
+                actions.append(self._close_slow(session, now))
                 continue
             actions.append(Transmit(session.connection, Ping()))
             self._pings.append((now + options.ping_s, session))
@@ -242,5 +254,6 @@ class Users:
         for connection, session in self.sessions.items():
             assert session.connection == connection
             assert not (session.is_closed and session.subscriptions), f"{session.name} is closed and has subscriptions"
+        assert all(not each.is_closed and each.slow_since is not None for each in self._slow), "not slow, or closed"
         for session in self._by_key.values():
             assert not session.is_closed, f"{session.name} is closed, and the newest"

@@ -306,6 +306,12 @@ class SessionSettings:
     subscriptions_per_session_max: int = setting(
         128, "subscriptions of one user's connection at most", minimum=1, maximum=1000
     )
+    slow_sessions_max: int = setting(
+        500,
+        "so many users at most may be behind at once; beyond that, the connection of the one who has been for longest is"
+        " closed: bounds memory, with unsent_bytes_max",
+        minimum=1,
+    )
     linger_s: float = setting(
         10.0,
         "what nobody is subscribed to any more is kept for this time, so that users who come and go cost Redis nothing",

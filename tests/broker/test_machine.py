@@ -527,6 +527,19 @@ def test_a_slow_user_of_a_conflated_channel_gets_the_latest_publication() -> Non
     assert broker.tell(Writable(1)) == []
 
 
+def test_of_too_many_slow_users_the_one_who_is_for_longest_is_closed() -> None:
+    broker = Broker(replace(NO_PINGS, slow_sessions_max=2))
+    for number in (1, 2, 3, 4):
+        broker.open(number)
+    broker.tell(Overflowed(1), Overflowed(2))
+    broker.tell(Writable(1))
+    broker.tell(Overflowed(1))
+    [closed] = only(CloseConnection, broker.tell(Overflowed(3)))
+    assert (closed.connection, closed.code) == (2, TOO_SLOW)
+    broker.tell(Closed(1))
+    assert broker.tell(Overflowed(4)) == []
+
+
 def test_a_gap_of_a_conflated_channel_is_reported() -> None:
     broker = Broker(replace(NO_PINGS, conflate=("n*",)))
     broker.open(1)

@@ -20,6 +20,8 @@ _COUNTERS = {
     "logs_lost": "Lives of logs that began while users had subscribed",
     "log_errors": "Errors of log servers",
     "slow_sessions": "Times that a user has fallen behind, as the connection was full",
+    "slow_sessions_closed": "Connections that were closed as their users were behind for too long, or too many were",
+    "conflated": "Publications that a user who was behind did not get, as a later one replaced them",
     "sessions_lost": "Users that did not answer a ping",
     "moves_asked": "Users that were asked to move to another broker",
     "moves_done": "Users that have moved to another broker",

@@ -30,7 +30,7 @@ PAUSE_S = 0.1
 
 ERRORS_MAX = 100
 AT_ONCE_S = 0.1
-"""After so many errors in a row, each within this time, the client has broken down for good: the broker would be deaf."""
+"""After that many errors in a row, each within this time, the client is broken for good: the broker would be deaf."""
 
 Handle = Callable[[Any], None]
 
