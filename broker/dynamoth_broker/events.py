@@ -26,6 +26,9 @@ TAKEN_OVER = 4004
 PROTOCOL_ERROR = 4005
 NORMAL = 1000
 
+RETRY_MS = 1000
+"""What was refused for now may be asked for again after this time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:

@@ -11,6 +11,7 @@ from dynamoth.globs import compile_glob
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import (
+    RETRY_MS,
     BrokerAction,
     BrokerOptions,
     ChannelConfirmed,
@@ -24,8 +25,6 @@ from dynamoth_broker.events import (
 )
 from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
 from dynamoth_broker.sessions import Session, Stage, Subscription
-
-RETRY_MS = 1000
 
 
 def may_subscribe(grant: Grant, interest: Interest) -> bool:

@@ -14,6 +14,7 @@ from dynamoth_broker.events import (
     GOING_AWAY,
     NORMAL,
     RESTARTING,
+    RETRY_MS,
     TAKEN_OVER,
     TOKEN_EXPIRED,
     TOO_SLOW,
@@ -25,7 +26,7 @@ from dynamoth_broker.events import (
     Transmit,
 )
 from dynamoth_broker.sessions import Session
-from dynamoth_broker.subscribing import RETRY_MS, Subscribing, may_subscribe
+from dynamoth_broker.subscribing import Subscribing, may_subscribe
 
 if TYPE_CHECKING:
     from dynamoth_broker.control import Control
