@@ -17,20 +17,17 @@ from dynamoth.plan.plan import Server
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
 from dynamoth_broker.coordinator.controller import Stage
 from dynamoth_broker.coordinator.events import Decision
-from dynamoth_broker.coordinator.machine import (
-    COPIES,
-    CoordinatorMachine,
-    CoordinatorOptions,
-    Noted,
-    Stop,
-    Stopped,
-    decision_as_data,
-)
+from dynamoth_broker.coordinator.machine import CoordinatorMachine, Stop, Stopped
+from dynamoth_broker.coordinator.orders import CHECK_S
+from dynamoth_broker.coordinator.requests import decision_as_data
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
+from dynamoth_broker.edge_links import COPIES
 from dynamoth_broker.events import (
     BrokerOptions,
     ChannelConfirmed,
     Closed,
     Grant,
+    Noted,
     Opened,
     Publications,
     Received,
@@ -299,8 +296,9 @@ def test_without_the_majority_nobody_acts_and_brokers_go_on() -> None:
 def test_one_that_loses_the_lease_keeps_what_it_knows_and_forgets_its_plan() -> None:
     edge = SimEdge()
     edge.staying = {f"u{number}" for number in range(12)}
+    edge.until(lambda: edge.leaders() == ["c1"], "it acts")
     edge.crowd()
-    edge.ask("pin", 1, session="u3")
+    assert result_of(edge.ask("pin", 1, session="u3"))["pinned_users"] == 1
     edge.until(lambda: edge.coordinator().controller.stage is Stage.MOVING, "users are asked to move")
     first = next(iter(edge.brokers.values()))
     first.process.pause(3.0)  # it does not say that nobody moves
@@ -344,13 +342,20 @@ def test_newcomers_are_sent_to_the_least_loaded_broker_and_know_the_others() -> 
     assert edge.coordinator().place("new", edge.world.now) == (first.url,)
 
 
+def acting(replies: list[AdminReply]) -> Mapping[str, Any]:
+    """Return the answer of the coordinator that acts."""
+    assert all(reply.error is None for reply in replies), replies
+    [result] = [reply.result for reply in replies if reply.result["leading"]]
+    return result
+
+
 def test_operators_pause_and_pin_at_all_coordinators_and_get_an_explanation() -> None:
     edge = SimEdge(coordinators=2)
     edge.until(lambda: len(edge.leaders()) == 1, "one acts")
-    assert [reply.result["paused"] for reply in edge.ask("pause", 1)] == [True, True]
-    edge.ask("pin", 2, session="u0")
+    assert acting(edge.ask("pause", 1))["paused"]
+    assert acting(edge.ask("pin", 2, session="u0"))["pinned_users"] == 1
     edge.crowd()
-    edge.run(3.0)
+    edge.run(CHECK_S + 1.0)
     assert edge.users() == [12, 0]
     explanations = [reply.result["explanation"] for reply in edge.ask("explain", 3)]
     assert all(each["pinned"] == ["u0"] and "paused" in each["obstacles"][0] for each in explanations)
