@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamoth.edge.frames import Connect, Frame, UserFrame
 from dynamoth.edge.interests import Scalar
@@ -277,9 +278,18 @@ class ControlLinkChanged:
     reason: str | None
 
 
+@dataclass(slots=True)
+class Noted:
+    """Action: something for the log of the process."""
+
+    message: str
+    cause: str = ""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
 BrokerAction = (
     LinkAction | Transmit | Broadcast | CloseConnection | SubscribeChannel | UnsubscribeChannel | RaiseBarrier
-    | PublishMessage | LogLinkChanged | ControlLinkChanged
+    | PublishMessage | LogLinkChanged | ControlLinkChanged | Noted
 )  # fmt: skip
 
 
@@ -291,6 +301,8 @@ class BrokerOptions(SessionSettings):
     id: str
     #: Where users reach it; empty where the coordinator can send nobody.
     url: str = ""
+    #: Latitude and longitude in degrees; None: unknown.
+    location: tuple[float, float] | None = None
     #: Servers through which coordinators and operators are spoken to, by id; empty: there are none.
     control: dict[str, str] = field(default_factory=dict[str, str])
     #: Log servers, by id.

@@ -48,6 +48,12 @@ USER_MAX = 512
 
 BROKER_MAX = 64
 
+HASH_MAX = 16
+"""Bound of a hash of settings, in characters."""
+
+REPORT_S_MAX = 60.0
+"""Longest time between two reports of a broker."""
+
 USER_LOAD_CLASSES = 48
 """Classes of user loads by powers of two; the last has all from 140 TB/s on."""
 
@@ -89,6 +95,7 @@ class BrokerReport:
     is_admitting: bool = True
     #: Whether it is being emptied.
     is_draining: bool = False
+    #: Latitude and longitude in degrees; None: unknown.
     location: tuple[float, float] | None = None
     #: The interests with the highest rates, at most ``INTERESTS_MAX``.
     interests: InterestColumns = InterestColumns()
@@ -96,6 +103,11 @@ class BrokerReport:
     user_loads: tuple[int, ...] = ()
     #: Where users reach it; empty where nobody can be sent to it.
     url: str = ""
+    #: Hashes of ``broker.logs`` and ``broker.history``, which all brokers need alike; empty: unknown.
+    logs_hash: str = ""
+    history_hash: str = ""
+    #: The time between two reports of this broker, in seconds; at most ``REPORT_S_MAX``. 0: unknown.
+    report_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +208,8 @@ def _report_to_wire(report: BrokerReport) -> list[Any]:
     return [
         *(report.broker, report.url, report.capacity_bytes_per_s, report.load_bytes_per_s, report.inbound_bytes_per_s),
         *(report.users, report.other_ratio_max, report.is_admitting, report.is_draining, report.location),
-        *(_columns_to_wire(report.interests), report.user_loads),
+        *(_columns_to_wire(report.interests), report.user_loads, report.logs_hash, report.history_hash),
+        report.report_s,
     ]
 
 
@@ -224,6 +237,9 @@ def pack_edge(stamp: Stamp, message: EdgeMessage) -> bytes:
 
 
 # Reading: each field is checked, as anyone who reaches a server can publish anything.
+
+
+_REPORT_DEFAULTS = ("", "", 0.0)
 
 
 def _number(value: Any, *, may_be_infinite: bool = False) -> float:
@@ -271,6 +287,25 @@ def _location(value: Any) -> tuple[float, float] | None:
     return float(x), float(y)
 
 
+def parse_location(text: str) -> tuple[float, float]:
+    """Read ``LATITUDE,LONGITUDE`` in degrees. Raises ValueError: the text says what is wrong."""
+    words = text.split(",")
+    try:
+        latitude, longitude = map(float, words)
+    except ValueError:
+        raise ValueError("two numbers expected, as in 48.2,16.4: latitude and longitude in degrees") from None
+    for name, degrees, bound in (("latitude", latitude, 90), ("longitude", longitude, 180)):
+        if not -bound <= degrees <= bound:
+            raise ValueError(f"a {name} from -{bound} to {bound} degrees expected, not {degrees:g}")
+    return latitude, longitude
+
+
+def _report_s(value: Any) -> float:
+    if (report_s := _number(value)) > REPORT_S_MAX:
+        raise MalformedMessage(f"a time of at most {REPORT_S_MAX:g} s expected, not {report_s:g}")
+    return report_s
+
+
 def _columns(value: Any, length_max: int) -> InterestColumns:
     ids, rates, users = (_array(each, length_max) for each in read_array(value))
     if not len(ids) == len(rates) == len(users):
@@ -283,6 +318,7 @@ def _columns(value: Any, length_max: int) -> InterestColumns:
 
 
 def _report(v: list[Any]) -> BrokerReport:
+    logs_hash, history_hash, report_s = (*v[12:15], *_REPORT_DEFAULTS[len(v[12:15]) :])  # older brokers send none
     capacity = _number(v[2])
     if not capacity:
         raise MalformedMessage("a capacity of 0")
@@ -299,6 +335,9 @@ def _report(v: list[Any]) -> BrokerReport:
         location=_location(v[9]),
         interests=_columns(v[10], INTERESTS_MAX),
         user_loads=tuple(map(read_natural, _array(v[11], USER_LOAD_CLASSES))),
+        logs_hash=read_text(logs_hash, HASH_MAX),
+        history_hash=read_text(history_hash, HASH_MAX),
+        report_s=_report_s(report_s),
     )
 
 

@@ -325,9 +325,7 @@ class SessionSettings:
         above=0,
     )
     ping_s: float = setting(25.0, "time between two pings to a user", unit="s", above=0)
-    report_s: float = setting(
-        1.0, "time between two reports to the coordinator: as its report_s", unit="s", minimum=0.1, maximum=60
-    )
+    report_s: float = setting(1.0, "time between two reports to the coordinator", unit="s", minimum=0.1, maximum=60)
     capacity_bytes_per_s: int = setting(
         GIGABIT_BYTES_PER_S,
         "traffic of this broker that counts as load ratio 1: what comes from Redis and what goes to users",
@@ -351,6 +349,10 @@ class BrokerSettings(SessionSettings, HttpSettings):
         "",
         "the URL at which users reach this broker (wss://HOST/connect); empty: made of host and port where these are"
         " definite, else the coordinator sends nobody here",
+    )
+    location: str = setting(
+        "",
+        "where this broker is: LATITUDE,LONGITUDE in degrees, for newcomers who ask for a near broker; empty: unknown",
     )
     alternates: str = setting(
         "",
@@ -426,9 +428,15 @@ class MigrationSettings:
 
     # Times.
 
-    report_s: float = setting(1.0, "T_report: brokers report this often", unit="s", above=0)
+    report_s: float = setting(
+        1.0,
+        "T_report: the coordinator says this often where users can go; brokers report at their own broker.report_s",
+        unit="s",
+        above=0,
+        maximum=5,
+    )
     suspect_reports: int = setting(
-        3, "a broker is suspect while its latest report is older than this many times report_s", minimum=1
+        3, "a broker is suspect while its latest report is older than this many times its broker.report_s", minimum=1
     )
     decide_s: float = setting(5.0, "T_decide: time between two looks", unit="s", above=0)
     wait_s: float = setting(
@@ -516,7 +524,7 @@ class CoordinatorSettings(MigrationSettings, HttpSettings):
     )
     forget_s: float = setting(
         30.0,
-        "a broker that has not reported for this time is gone; more than suspect_reports reports",
+        "a broker that has not reported for this time is gone, or for twice the time after which it is suspect",
         unit="s",
         above=0,
     )

@@ -32,7 +32,8 @@ from dynamoth.names import (
     operator_inbox,
 )
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
-from dynamoth_broker.control import OPEN_BROKERS_S, RESUBSCRIBE_S
+from dynamoth_broker.control import OPEN_BROKERS_S
+from dynamoth_broker.edge_links import RESUBSCRIBE_S, SUBSCRIBE, TAG
 from dynamoth_broker.events import (
     BrokerAction,
     BrokerEvent,
@@ -158,7 +159,7 @@ def test_it_connects_to_all_servers_and_listens_there(broker: Harness) -> None:
     ]
     channels = (broker_channel("b1"), BROKERS_CHANNEL, OPERATOR_EDGE_CHANNEL)
     actions = broker.do(LinkUp(LINKS[0]))
-    assert actions == [ControlLinkChanged(LINKS[0], None), Send(LINKS[0], (b"SUBSCRIBE", *channels), "subscribe")]
+    assert actions == [ControlLinkChanged(LINKS[0], None), Send(LINKS[0], (b"SUBSCRIBE", *channels), (TAG, SUBSCRIBE))]
 
 
 def test_without_servers_nothing_is_said_and_all_else_goes_on() -> None:
@@ -190,7 +191,7 @@ def test_a_report_goes_through_the_servers_that_are_up(broker: Harness) -> None:
 
 
 def test_a_server_that_refuses_is_asked_again(broker: Harness) -> None:
-    refusal = Replied(LINKS[0], "subscribe", ErrorReply("NOPERM no"))
+    refusal = Replied(LINKS[0], (TAG, SUBSCRIBE), ErrorReply("NOPERM no"))
     assert broker.do(refusal) == [ControlLinkChanged(LINKS[0], "NOPERM no")]
     broker.now += RESUBSCRIBE_S
     again = [action for action in broker.do(Tick()) if isinstance(action, Send) and action.args[0] == b"SUBSCRIBE"]

@@ -46,6 +46,7 @@ from dynamoth_broker.events import (
     ControlLinkChanged,
     Drain,
     LogLinkChanged,
+    Noted,
     Opened,
     Overflowed,
     PublishMessage,
@@ -286,6 +287,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             case ControlLinkChanged(link, reason):
                 message = "coordinators cannot reach this broker through a server; trying again"
                 self._log.write(logging.WARNING, message, reason, link=link)
+            case Noted(message, cause, fields):
+                self._log.write(logging.INFO, message, cause or None, **fields)
             case _:
                 assert_never(cast("Any", action))
 

@@ -172,7 +172,7 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
             return _broker_rights(channels)
         case "coordinator":
             return Rights(
-                keys_written=(names.COORDINATOR_LEASE_KEY,),
+                keys_written=(names.COORDINATOR_LEASE_KEY, names.COORDINATOR_ORDERS_KEY),
                 listens=(names.COORDINATOR_CHANNEL, names.OPERATOR_EDGE_CHANNEL),
                 speaks=(names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.OPERATOR_INBOX_PREFIX + b"*"),
             )

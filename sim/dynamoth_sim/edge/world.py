@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from dynamoth.edge.interests import Interest, channel_interest
 from dynamoth.edge.log import LogOptions
 from dynamoth.plan.plan import Server
-from dynamoth_broker.coordinator.machine import CoordinatorMachine, CoordinatorOptions
+from dynamoth_broker.coordinator.machine import CoordinatorMachine
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
 from dynamoth_broker.events import BrokerOptions
 from dynamoth_sim.audit import Audit, Violation
 from dynamoth_sim.cluster import Cluster
