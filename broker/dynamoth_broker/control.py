@@ -11,7 +11,7 @@ coordinator says where users can go, that replaces the configured alternates, fo
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -33,6 +33,7 @@ from dynamoth.edge.control import (
     user_key,
 )
 from dynamoth.edge.frames import URL_MAX, URLS_MAX
+from dynamoth.edge.tickets import is_ticket, make_ticket
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import LinkDown, Pushed, Replied
 from dynamoth.machine.timers import Timers
@@ -137,6 +138,8 @@ class Control:
         )
         self._operators = OperatorAnswers(counters)
         self.rates = Rates(broker.interests, 0.0)
+        #: The latest keys of tickets, and the one before.
+        self._ticket_keys: deque[bytes] = deque(maxlen=2)
         #: The highest use of any resource but traffic, as the runtime measures it; 0: unknown.
         self.resource_ratio = 0.0
         #: Users whom a coordinator has had asked to move, with their names.
@@ -239,12 +242,27 @@ class Control:
                 return self._offer(message, now)
             case MovesRequest():
                 return self._move_users(message, now)
-            case OpenBrokers(urls):
+            case OpenBrokers(urls, ticket_key):
+                if ticket_key and ticket_key not in self._ticket_keys:
+                    self._ticket_keys.append(ticket_key)
                 self._open_brokers = tuple(url for url in urls if url != self._options.url)
                 self._open_brokers_until = now + OPEN_BROKERS_S
             case _:
                 self._counters["malformed"] += 1
         return []
+
+    @property
+    def traffic_ratio(self) -> float:
+        """The traffic of this broker, as it was measured last, over its capacity."""
+        return self.rates.load_bytes_per_s / self._options.capacity_bytes_per_s
+
+    def ticket(self, session: Session) -> str | None:
+        """Return a ticket for a user who is asked to move; None while no coordinator has given a key."""
+        return make_ticket(self._ticket_keys[-1], session.grant.user, session.name) if self._ticket_keys else None
+
+    def is_ticket(self, session: Session, ticket: str | None) -> bool:
+        """Return whether another broker has asked this user to move, not long ago."""
+        return is_ticket(ticket, self._ticket_keys, session.grant.user, session.name)
 
     def alternates(self, now: float) -> tuple[str, ...]:
         """Return where users can go: what a coordinator says, or what was configured."""

@@ -170,7 +170,6 @@ class MoveSession:
 
     connection: ConnectionId
     to: tuple[str, ...]
-    ticket: str | None = None
 
 
 @dataclass(slots=True)

@@ -132,9 +132,9 @@ class BrokerMachine:
             case MessagePublished(token, reason):
                 on_published = cast("Callable[[str | None], list[BrokerAction]]", token)  # that of PublishMessage
                 return on_published(reason)
-            case MoveSession(connection, to, ticket):
+            case MoveSession(connection, to):
                 session = self.users.open_session(connection)
-                return [] if session is None else self.moves.move(session, to, now, ticket)
+                return [] if session is None else self.moves.move(session, to, now)
             case Drain(rate):
                 return self.moves.drain(rate, now)
             case EndDrain():

@@ -104,7 +104,7 @@ class Users:
     def open(self, connection: ConnectionId, connect: Connect, grant: Grant, now: float) -> list[BrokerAction]:
         """Take a user who has connected, or send it elsewhere."""
         session = Session(connection, connect.session, grant, connect.generation, now, now)
-        if refusal := self._why_not_admitted(session):
+        if refusal := self._why_not_admitted(session, connect.ticket):
             code, reason, error = refusal
             self._counters[f"refused_{error.code}"] += 1
             return [Transmit(connection, error), CloseConnection(connection, code, reason)]
@@ -122,12 +122,14 @@ class Users:
         self._watch_expiry(session, now)
         return [*actions, Transmit(connection, connected), *self._subscribing.connect(session, connect.subs, now)]
 
-    def _why_not_admitted(self, session: Session) -> tuple[int, str, Error] | None:
+    def _why_not_admitted(self, session: Session, ticket: str | None) -> tuple[int, str, Error] | None:
         if self._is_stopping or self.is_draining:
             error = Error("draining", "this broker takes no users now", "elsewhere", RETRY_MS)
             return GOING_AWAY, "draining", error
         if not self.is_admitting:
             return FULL, "full", Error("full", "this broker has no room for more users", "elsewhere", RETRY_MS)
+        if self._control.traffic_ratio > self._options.ratio_accept and not self._control.is_ticket(session, ticket):
+            return FULL, "full", Error("full", "this broker has as much traffic as it takes", "elsewhere", RETRY_MS)
         earlier = self._by_key.get(session.key)
         if earlier is not None and earlier.generation > session.generation:
             return TAKEN_OVER, "taken over", Error("taken_over", "a newer connection of this session is here")

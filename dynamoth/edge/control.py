@@ -16,12 +16,14 @@ from typing import Any
 
 from dynamoth.edge.frames import URL_MAX, URLS_MAX
 from dynamoth.edge.interests import ID_CHARACTERS
+from dynamoth.edge.tickets import KEY_BYTES
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.wire import (
     ARRAY_MAX,
     pack,
     parser,
     read_array,
+    read_bytes,
     read_natural,
     read_text,
     shortened,
@@ -184,6 +186,8 @@ class OpenBrokers:
     """Coordinator to all brokers: where users can go, the least loaded broker first; at most ``URLS_MAX`` URLs."""
 
     urls: tuple[str, ...]
+    #: The key of tickets (``dynamoth.edge.tickets``); empty: there are none.
+    ticket_key: bytes = b""
 
 
 EdgeMessage = BrokerReport | CandidatesRequest | CandidatesOffer | MovesRequest | MovesEnded | OpenBrokers
@@ -226,7 +230,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     CandidatesOffer: lambda m: [3, m.request, *_candidates_to_wire(m.candidates)],
     MovesRequest: lambda m: [4, m.targets, m.moves],
     MovesEnded: lambda m: [5, m.broker, [[user, end.value] for user, end in m.ends]],
-    OpenBrokers: lambda m: [6, m.urls],
+    OpenBrokers: lambda m: [6, m.urls, m.ticket_key],
 }
 
 
@@ -247,6 +251,13 @@ def _number(value: Any, *, may_be_infinite: bool = False) -> float:
     if type(value) not in (int, float) or not value >= 0 or (math.isinf(value) and not may_be_infinite):
         raise MalformedMessage(f"a number from 0 on expected, not {shortened(value)}")
     return float(value)
+
+
+def _ticket_key(value: Any) -> bytes:
+    key = read_bytes(value)
+    if len(key) not in (0, KEY_BYTES):
+        raise MalformedMessage(f"a key of tickets has {KEY_BYTES} bytes, not {len(key)}")
+    return key
 
 
 def _array(value: Any, length_max: int) -> list[Any]:
@@ -370,7 +381,7 @@ _READ: dict[int, Callable[[list[Any]], EdgeMessage]] = {
     3: lambda v: CandidatesOffer(read_natural(v[0]), _candidates(v[1:])),
     4: _moves,
     5: _ends,
-    6: lambda v: OpenBrokers(_urls(v[0])),
+    6: lambda v: OpenBrokers(_urls(v[0]), _ticket_key(v[1]) if len(v) > 1 else b""),
 }
 
 

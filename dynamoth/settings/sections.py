@@ -308,8 +308,8 @@ class SessionSettings:
     )
     slow_sessions_max: int = setting(
         500,
-        "so many users at most may be behind at once; beyond that, the connection of the one who has been for longest is"
-        " closed: bounds memory, with unsent_bytes_max",
+        "so many users at most may be behind at once; beyond that, the connection of the one who has been for longest"
+        " is closed: bounds memory, with unsent_bytes_max",
         minimum=1,
     )
     linger_s: float = setting(
@@ -332,6 +332,12 @@ class SessionSettings:
         unit="bytes/s",
         minimum=1,
         maximum=OUTGOING_BYTES_PER_S_MAX,
+    )
+    ratio_accept: float = setting(
+        1.0,
+        "with more traffic than this part of capacity_bytes_per_s, newcomers are sent elsewhere; users whom a"
+        " coordinator has had moved here are taken",
+        above=0,
     )
 
 

@@ -21,8 +21,9 @@ from dynamoth.edge.control import (
     unpack_edge,
 )
 from dynamoth.edge.frames import Connect as ConnectFrame
-from dynamoth.edge.frames import Connected, Leave, Move, Wanted
+from dynamoth.edge.frames import Connected, Error, Leave, Move, Wanted
 from dynamoth.edge.interests import channel_interest
+from dynamoth.edge.tickets import KEY_BYTES, make_ticket
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import (
     BROKERS_CHANNEL,
@@ -42,6 +43,7 @@ from dynamoth_broker.events import (
     Closed,
     ControlLinkChanged,
     Grant,
+    MoveSession,
     Opened,
     Publications,
     Received,
@@ -335,6 +337,59 @@ def test_a_coordinator_that_knows_nobody_else_does_not_hide_the_alternates(broke
     broker.coordinator(OpenBrokers((HERE,)))
     broker.open("a")
     assert [frame.alternates for _, frame in broker.frames if isinstance(frame, Connected)] == [(ELSEWHERE,)]
+
+
+# Admission.
+
+
+def codes(broker: Harness, name: str) -> list[str]:
+    return [frame.code for connection, frame in broker.frames if connection == name and isinstance(frame, Error)]
+
+
+def make_busy(broker: Harness) -> None:
+    """Give it more traffic than its capacity."""
+    broker.open("first", ["news"])
+    for _ in range(5):
+        broker.do(Publications([(b"news", bytes(20_000))]))
+        broker.run(1.0)
+    assert broker.machine.control.traffic_ratio > 1
+
+
+def test_a_broker_with_too_much_traffic_takes_only_users_who_were_moved_there(broker: Harness) -> None:
+    keys = [bytes([number]) * KEY_BYTES for number in range(3)]
+    make_busy(broker)
+    broker.open("newcomer")
+    assert codes(broker, "newcomer") == ["full"]
+    for key in keys:
+        broker.coordinator(OpenBrokers((HERE, THERE), key))
+    for name, ticket in (
+        ("moved", make_ticket(keys[2], "", "moved")),
+        ("late", make_ticket(keys[1], "", "late")),
+        ("too-late", make_ticket(keys[0], "", "too-late")),
+        ("thief", make_ticket(keys[2], "", "moved")),
+    ):
+        broker.do(Opened(name, ConnectFrame(name, ticket=ticket), Grant()))
+    assert [codes(broker, name) for name in ("moved", "late", "too-late", "thief")] == [[], [], ["full"], ["full"]]
+
+
+def test_a_key_that_is_announced_again_is_one_key(broker: Harness) -> None:
+    keys = [bytes([number]) * KEY_BYTES for number in range(2)]
+    make_busy(broker)
+    for key in (keys[0], keys[1], keys[1], keys[1]):
+        broker.coordinator(OpenBrokers((THERE,), key))
+    broker.do(Opened("late", ConnectFrame("late", ticket=make_ticket(keys[0], "", "late")), Grant()))
+    assert codes(broker, "late") == []
+
+
+def test_who_is_asked_to_move_gets_a_ticket_of_the_latest_key(broker: Harness) -> None:
+    broker.open("a", user="ada")
+    broker.do(MoveSession("a", (THERE,)))
+    keys = [bytes([number]) * KEY_BYTES for number in range(2)]
+    for key in keys:
+        broker.coordinator(OpenBrokers((THERE,), key))
+    broker.do(MoveSession("a", (THERE,)))
+    tickets = [frame.ticket for _, frame in broker.frames if isinstance(frame, Move)]
+    assert tickets == [None, make_ticket(keys[1], "ada", "a")]
 
 
 # Operators.

@@ -32,6 +32,7 @@ from dynamoth.edge.control import (
     unpack_edge,
     user_key,
 )
+from dynamoth.edge.tickets import KEY_BYTES
 from dynamoth.errors import MalformedMessage
 
 STAMP = Stamp(2**63 - 1, 7)
@@ -56,7 +57,7 @@ MESSAGES: list[EdgeMessage] = [
     CandidatesOffer(3, Candidates("b1", (Candidate("u", ("b",)), Candidate("v@w", ("a", "b"))), COLUMNS)),
     MovesRequest((("wss://b2", "wss://b3"), ()), (("u", 0), ("v", 1))),
     MovesEnded("b1", (("u", MoveEnd.LEFT), ("v", MoveEnd.DEADLINE))),
-    OpenBrokers(("wss://b2",)),
+    OpenBrokers(("wss://b2",), b"k" * KEY_BYTES),
 ]
 
 

@@ -34,6 +34,7 @@ from dynamoth.edge.control import (
     Stamp,
 )
 from dynamoth.edge.frames import URLS_MAX
+from dynamoth.edge.tickets import key_of_period
 from dynamoth.machine import lease
 from dynamoth.machine.events import (
     LinkAction,
@@ -105,11 +106,23 @@ class CoordinatorMachine:
 
     """
 
-    def __init__(self, servers: Sequence[Server], incarnation: int, options: CoordinatorOptions) -> None:
+    def __init__(
+        self, servers: Sequence[Server], incarnation: int, options: CoordinatorOptions, ticket_secret: bytes = b""
+    ) -> None:
+        """Begin to wait for the lease.
+
+        Args:
+            servers: of the cluster.
+            incarnation: random, and new with each start.
+            options: the settings.
+            ticket_secret: random and new with each start, for the keys of tickets; empty: brokers give none.
+
+        """
         self.options = options
         #: What happened, by kind, for metrics.
         self.counters: Counter[str] = Counter()
         self._timers: Timers[CoordinatorAction] = Timers()
+        self._ticket_secret = ticket_secret
         ids = [server.id for server in servers]
         self._links = EdgeLinks(
             {server.id: server.url for server in servers},
@@ -325,7 +338,10 @@ class CoordinatorMachine:
     def _announce(self, now: float) -> list[CoordinatorAction]:
         """Tell brokers where users can go."""
         self._timers.add(now + self.options.report_s, self._announce)
-        return self._publish(BROKERS_CHANNEL, OpenBrokers(self._open_urls(now))) if self.is_leading else []
+        if not self.is_leading:
+            return []
+        key = key_of_period(self._ticket_secret, now)
+        return self._publish(BROKERS_CHANNEL, OpenBrokers(self._open_urls(now), key))
 
     # The controller.
 

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from dynamoth.edge.control import parse_location
+from dynamoth.edge.tickets import KEY_BYTES
 from dynamoth.plan.plan import Server
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_broker.coordinator.events import DecisionRecorded
@@ -91,7 +92,9 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
     """One coordinator process."""
 
     def __init__(self, config: CoordinatorConfig, stop: asyncio.Event) -> None:
-        self._machine = CoordinatorMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
+        self._machine = CoordinatorMachine(
+            config.servers, secrets.randbits(INCARNATION_BITS), config.options, secrets.token_bytes(KEY_BYTES)
+        )
         super().__init__("coordinator", self._machine, config, config.link, stop)
 
     def execute(self, action: CoordinatorNews) -> None:

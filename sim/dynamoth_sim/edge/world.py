@@ -140,7 +140,7 @@ class EdgeWorld:
         servers = [Server(server.id, server.url) for server in self.cluster.servers.values()]
 
         def make(incarnation: int) -> CoordinatorMachine:
-            return CoordinatorMachine(servers, incarnation, self.options.coordinator)
+            return CoordinatorMachine(servers, incarnation, self.options.coordinator, b"secret")
 
         return Process(self.world, self.cluster.network, name, make, lambda action: None)
 
