@@ -7,7 +7,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +393,28 @@ def test_key_sets_that_cannot_be_used(text: str, tmp_path: Path, cluster: LocalC
 
 def test_interest_ids_are_the_protocols() -> None:
     assert channel_interest("news").id == "JxRG8SHA_johIc5ws2hG2g"
+
+
+def test_a_broker_that_reaches_no_server_of_the_cluster_is_not_ready(
+    cluster: LocalCluster, logs: dict[str, str], free_port: int
+) -> None:
+    async def readiness(expected: int) -> str:
+        """Ask until the status is the expected one; return the text."""
+        url = f"http://127.0.0.1:{free_port}/readyz"
+        async with aiohttp.ClientSession() as http, asyncio.timeout(10):
+            while True:
+                with suppress(aiohttp.ClientConnectorError):  # it does not listen yet
+                    async with http.get(url) as response:
+                        if response.status == expected:
+                            return await response.text()
+                await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        nobody = "redis://127.0.0.1:1"
+        async with running_broker(cluster.url, logs, control={"s1": nobody}, http_port=free_port):
+            assert "no server of the cluster can be reached" in await readiness(503)
+        servers = {"s1": nobody, "s2": f"redis://127.0.0.1:{next(iter(cluster.redis.values())).port}"}
+        async with running_broker(cluster.url, logs, control=servers, http_port=free_port):
+            assert await readiness(200) == "ready\n"
+
+    run(main())

@@ -218,6 +218,9 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             return "the broker is being drained"
         if self._subscriptions.fault is not None:
             return f"the cluster cannot be reached: {self._subscriptions.fault}"
+        unreachable = self._machine.control.faults
+        if unreachable and len(unreachable) == len(self._config.options.control):
+            return "no server of the cluster can be reached: " + "; ".join(unreachable.values())
         faults = [f"log server {id_}: {fault}" for id_, fault in self._machine.logs.faults.items()]
         if self._tokens.fault:
             faults.append(self._tokens.fault)
