@@ -18,6 +18,7 @@ from dynamoth.edge.frames import Bye, Gap, PublishRequest, Wanted
 from dynamoth.edge.log import LogPage, append_command, read_command
 from dynamoth.edge.publications import LoggedPublication, pack_publication, unpack_publication
 from dynamoth_broker import delivery
+from dynamoth_broker.control import Control
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import Broadcast, PublishMessage, SubscribeChannel, Transmit, UnsubscribeChannel
 from dynamoth_broker.interests import Phase, SharedInterest
@@ -295,6 +296,16 @@ def generations_are_ignored() -> AbstractContextManager[None]:
     return replaced(Users, _why_not_admitted=admit)
 
 
+def tickets_are_ignored() -> AbstractContextManager[None]:
+    """A busy broker takes nobody."""
+    return replaced(Control, is_ticket=lambda self, session, ticket: False)
+
+
+def everybody_is_taken() -> AbstractContextManager[None]:
+    """A busy broker takes newcomers as well."""
+    return replaced(Control, is_ticket=lambda self, session, ticket: True)
+
+
 def pongs_are_not_awaited() -> AbstractContextManager[None]:
     """A broker keeps a connection whose user does not answer."""
     keep_alive = Users._keep_alive
@@ -385,6 +396,8 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-zombie-writer", executions_are_not_numbered, "expected"),
     Check("edge-broker-dies-publishing", published_before_appended, "G1"),
     Check("edge-late-connect", generations_are_ignored, "B1"),
+    Check("edge-busy-broker", tickets_are_ignored, "expected"),
+    Check("edge-busy-broker", everybody_is_taken, "expected"),
     Check("edge-silent-connection", pongs_are_not_awaited, "expected"),
     Check("edge-silent-connection", nobody_is_pinged, "expected"),
     Check("edge-old-broker-is-late", bye_at_once, "expected"),
