@@ -64,6 +64,8 @@ const FINAL_CLOSE_CODES = new Map([
     [4005, "bad_frame"],
 ]);
 const TOKEN_EXPIRED = 4002;
+/** The code of a connection that ended without one, or was never opened. */
+const LOST = 1006;
 /** What the client closes with: the end, a silent broker, a broker that broke the protocol. */
 const CLOSE_NORMAL = 1000;
 const CLOSE_SILENT = 4000;
@@ -634,7 +636,7 @@ export class SessionMachine {
             this.#promote(this.connections.get(move.conn), connection);
         } else {
             this.#missLive(connection);
-            this.#reconnect(connection, move?.to ?? [], { code, lost: connection.url, reason: message });
+            this.#reconnect(connection, move?.to ?? [], { code, lost: connection.url, reason: code === LOST ? reason : message });
         }
     }
 
@@ -1722,7 +1724,8 @@ export class Dynamoth extends EventTarget {
 /** What a page can know of a lost connection, and what to look at. Browsers do not say why one was not opened. */
 function whyLost({ lost, code, reason }) {
     const url = lost.replace(/\/\/[^/]*@/, "//").replace(/\?.*/s, ""); // Without what may be secret.
-    if (code !== 1006) return `${reason} (${url}, code ${code})`;
+    if (code !== LOST) return `${reason} (${url}, code ${code})`;
+    if (reason) return `there is no connection to ${url}: ${reason}`;
     const origin = globalThis.location?.origin;
     const origins = origin === undefined ? "" : `, and is ${origin} among its broker.origins`;
     return `the connection to ${url} was lost or refused: does a broker listen there${origins}?`;
