@@ -179,7 +179,7 @@ def test_refused_connect_frames(connect: str) -> None:
     asyncio.run(main())
 
 
-def test_foreign_origins() -> None:
+def test_foreign_origins(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         foreign = {"Origin": "https://example.com"}
         ours = {"Origin": "https://example.org"}
@@ -198,6 +198,7 @@ def test_foreign_origins() -> None:
             assert recorder.kinds == ["opened", "received"]
 
     asyncio.run(main())
+    assert {record.__dict__["origin"] for record in caplog.records} == {"https://example.com"}
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"a":NaN}', b'{"a":1,"a":1}', b'{"a":"\xff"}', b"[" * 60_000])

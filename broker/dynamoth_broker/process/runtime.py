@@ -403,7 +403,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         """Count a refused token by its cause, and log it without the token; the log bounds what is repeated."""
         self._machine.counters[f"refused_{error.code}"] += 1
         self._machine.counters[f"token_refusals_{error.cause}"] += 1
-        self._log.write(logging.WARNING, "a user's token is refused", error.detail, peer=conn.peer)
+        self._log.write(logging.WARNING, "a user's token is refused", error.detail, kind=error.cause, peer=conn.peer)
 
     @staticmethod
     def _refuse(conn: UserConnection, error: Error, code: int) -> None:

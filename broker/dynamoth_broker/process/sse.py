@@ -31,6 +31,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth_broker.process.accept import Acceptor
 from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX
 from dynamoth_broker.process.frames import Encoding, Frame, parse_json
+from dynamoth_broker.process.handshake import log_refused_origin
 from dynamoth_broker.process.transport import (
     HARD_BOUND_RATIO,
     EventId,
@@ -190,6 +191,7 @@ class SseServer:
         if not origins:
             return {}
         if len(origins) > 1 or origins[0] not in self.options.origins:
+            log_refused_origin(origins[0])
             raise web.HTTPForbidden(text="Pages of this origin may not connect.\n")
         return {"Access-Control-Allow-Origin": origins[0], "Vary": "Origin"}
 
