@@ -7,7 +7,7 @@ from typing import Any
 import jwt
 import pytest
 
-from dynamoth_broker.process.tokens import TokenExpired, TokenRefused, Tokens
+from dynamoth_broker.process.tokens import CAUSES, TokenExpired, TokenRefused, Tokens
 from tests.broker.edge import SECRET, token, write_keys
 
 
@@ -56,6 +56,10 @@ def test_a_refused_token_says_why(made: Any, cause: str, text: str, keys: Path) 
     assert isinstance(caught.value, TokenExpired) is (cause == "expired")
     if refused is not None:
         assert refused not in f"{caught.value} {caught.value.detail}"
+
+
+def test_every_cause_has_a_counter() -> None:
+    assert {cause for _, cause, _ in REFUSED.values()} == CAUSES.keys()
 
 
 def test_the_log_gets_more_than_the_user(keys: Path) -> None:

@@ -72,6 +72,8 @@ const CLOSE_SILENT = 4000;
 const CLOSE_BAD_FRAME = 4005;
 /** What a broker may send before `connected`, and instead of it. */
 const FIRST_FRAMES = new Set(["connected", "error", "ping"]);
+/** Errors about a token. After a refresh the connection stays, with the former token. */
+const TOKEN_ERRORS = new Set(["token_refused", "token_expired"]);
 /** Errors that announce a close code: that is what the client acts on and reports. */
 const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "full", "draining"]);
 
@@ -150,6 +152,7 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  * | `state` | `state`, `url`, `broker`, `code`?, `lost`?, `reason`? | see `Dynamoth`; `lost`: the URL that did not serve |
  * | `moved` | `from`, `to`: names of brokers | a migration has ended well |
  * | `error` | `error` | |
+ * | `warn` | `message` | for the console |
  * @typedef {{type: string, [field: string]: any}} MachineAction
  */
 
@@ -717,6 +720,12 @@ export class SessionMachine {
         else this.#setTimer("token", 1, 1 + BACKOFF_S_MAX / 4);
     }
 
+    /** A refresh was refused, or the token has just expired. The connection may stay; the next one needs another token. */
+    #onTokenRefused(code, message) {
+        if (this.has_token) this.#forgetToken();
+        this.#act("warn", { message: `${code}: ${message}` });
+    }
+
     #scheduleRefresh(expires_at) {
         if (!this.has_token || expires_at === null) return;
         const life_s = Math.max(0, expires_at - this.now);
@@ -1149,6 +1158,7 @@ export class SessionMachine {
         const retry_after_s = (frame.retry_after_ms ?? 0) / 1000;
         if (!given(frame.ref)) {
             connection.retry_after_s = retry_after_s;
+            if (TOKEN_ERRORS.has(code) && connection.phase === "connected") this.#onTokenRefused(code, message);
             if (CLOSING_ERRORS.has(code)) connection.last_error = { code, message };
             else this.#reportError(code, message, retry);
             return;
@@ -1602,6 +1612,7 @@ export class Dynamoth extends EventTarget {
             case "state": this.#onState(action); break;
             case "moved": this.#dispatch("moved", { from: action.from, to: action.to }); break;
             case "error": this.#onError(action.error); break;
+            case "warn": this.#warn(action.message); break;
             default: throw new TypeError(`unknown action ${action.type}`);
         }
     }

@@ -58,11 +58,27 @@ QUOTED_MAX = 64
 """Characters of a token's header, or of a claim's name, in the log."""
 
 
+CAUSES = {
+    "no_token": "none was given",
+    "malformed": "it could not be read",
+    "unknown_key": "its key is not in the key set",
+    "algorithm": "its algorithm is not that of its key",
+    "signature": "its signature is wrong",
+    "expired": "it has expired",
+    "not_yet_valid": "it is not valid yet",
+    "no_exp": "it has no exp",
+    "no_sub": "it has no sub",
+    "claims": "a claim has another form",
+    "audience": "it is for another audience",
+}
+"""Why tokens are refused, for counters."""
+
+
 class TokenRefused(DynamothError):
     """Raised when a token is not valid: its signature, its form or its rights. The text is for the user.
 
     Args:
-        cause: names the counter, as ``unknown_key``.
+        cause: one of ``CAUSES``.
         message: for the user: what is wrong, and no more.
         detail: for the operator's log, where that is more. It has no token and no key in it.
 

@@ -383,3 +383,19 @@ test("waiting says which broker did not serve, and why", () => {
     const [state] = only(driver.do("closed", { conn: 1, code: 1013, reason: "full" }), "state");
     assert.deepEqual([state.state, state.code, state.lost, state.reason], ["waiting", 1013, A, "full"]);
 });
+
+test("a refresh that is refused is a warning, and the next connection asks for another token", () => {
+    const driver = new Driver({ has_token: true });
+    driver.do("start");
+    driver.do("token", { token: "t1" });
+    driver.open(1, { expires_in_s: 100 });
+    driver.timer("token");
+    driver.do("token", { token: "t2" });
+    const refused = driver.frame(1, "error", { code: "token_refused", message: "the signature is wrong", retry: "never" });
+    assert.deepEqual(refused, [{ type: "warn", message: "token_refused: the signature is wrong" }]);
+    assert.equal(driver.machine.state, "connected");
+    driver.close(1);
+    assert.equal(only(driver.timer("reconnect"), "get_token").length, 1);
+    driver.do("token", { token: "t3" });
+    assert.equal(driver.open(2).token, "t3");
+});
