@@ -49,6 +49,7 @@ from dynamoth_user import (
     Served,
     StorageError,
     Subscription,
+    connection,
     subscription,
     window,
 )
@@ -602,6 +603,20 @@ async def test_publications_that_wait_for_their_turn_end_with_the_client_and_whe
         await client.close()
         ended = await asyncio.gather(second, third, fourth, return_exceptions=True)
         assert [type(each) for each in ended] == [asyncio.CancelledError, ClientFailed, ClientFailed]
+
+
+async def test_a_broker_that_reads_nothing_for_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "OUTGOING_MAX", 2)
+    monkeypatch.setattr(connection, "UNREAD_S_MAX", -1.0)
+    states: asyncio.Queue[State] = asyncio.Queue()
+    async with scripted_broker() as broker, client_of(broker, on_state=states.put_nowait) as client:
+        await (await broker.peer()).welcome()
+        assert isinstance(await states.get(), Served)
+        publishing = [asyncio.create_task(client.publish("news", b"")) for _ in range(3)]
+        state = await states.get()
+        assert isinstance(state, Interrupted)
+        assert state.reason == "the broker does not read"
+        await asyncio.gather(*publishing, return_exceptions=True)
 
 
 # Refusals.

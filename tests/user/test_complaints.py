@@ -27,9 +27,13 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def test_a_reason_is_logged_once_and_others_not_all_at_once(log: pytest.LogCaptureFixture) -> None:
     now = 0.0
     made = Complaints(lambda: now)
+    logged_at: list[int] = []
     for at, reason in ((0, "a"), (1, "a"), (2, "b"), (10, "a"), (11, "b"), (12, "c"), (25, "b"), (26, "c")):
         now = at
+        before = len(log.messages)
         made.add(reason, URL)
+        logged_at += [at] * (len(log.messages) - before)
+    assert logged_at == [0, 11, 26]
     assert log.messages == [f"{reason} (wss://example.org:443/connect)" for reason in "abc"]
     made.clear()
     now = 40.0
