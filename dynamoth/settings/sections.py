@@ -371,6 +371,11 @@ class BrokerSettings(SessionSettings, HttpSettings):
     token_keys_file: str = setting(
         "", "a file with the keys of tokens: a JSON Web Key Set, in which every key has its alg and kid"
     )
+    audience: str = setting(
+        "",
+        "this broker's name in the claim aud of tokens: one that does not name it is refused; empty: every token with"
+        " an aud is refused",
+    )
     anonymous: bool = setting(False, "whether users without a token may subscribe to everything, but publish nothing")
     logs: str = setting("", "the log servers, as ID=URL separated by spaces; always the same list")
     history: str = setting("", "patterns of the channels whose publications are logged, separated by spaces")

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
+import json
 import logging
 import os
 import ssl
@@ -47,12 +49,16 @@ from dynamoth_user import (
     Served,
     StorageError,
     Subscription,
+    connection,
     subscription,
+    window,
 )
 from dynamoth_user.client import State
+from dynamoth_user.connection import OUTGOING_MAX
 from dynamoth_user.encoding import Encoding
-from dynamoth_user.engine import may_connect
+from dynamoth_user.engine import _expiry_of, may_connect
 from dynamoth_user.machine.machine import UserMachine
+from dynamoth_user.window import PUBLICATIONS_MAX
 from tests.tls import make_certificates
 from tests.user.scripted_broker import JSON, MSGPACK, Peer, ScriptedBroker, at, data, scripted_broker
 
@@ -559,6 +565,60 @@ async def test_a_publication_that_brokers_would_not_take_is_not_sent() -> None:
         assert not failed.value.retryable
 
 
+@pytest.mark.parametrize("serves", [True, False])
+async def test_as_many_publications_as_the_application_likes_keep_the_connection_and_their_order(serves: bool) -> None:
+    count = OUTGOING_MAX + 1
+    async with scripted_broker() as broker, client_of(broker) as client:
+        peer = await broker.peer()
+        if serves:
+            await peer.welcome()
+        publishing = [asyncio.create_task(client.publish("news", str(number))) for number in range(count)]
+        await asyncio.sleep(0)  # all are asked for in one turn
+        if not serves:
+            await peer.welcome()
+        under_way = 0
+        for number in range(count):
+            request = await peer.read(PublishRequest)
+            assert request.payload == b"%d" % number
+            under_way = max(under_way, 1 + peer.frames.qsize())
+            await peer.send(Published(request.ref, at(number)))
+        assert await asyncio.gather(*publishing) == [at(number) for number in range(count)]
+        assert under_way <= PUBLICATIONS_MAX
+        assert not peer.closed.done()
+
+
+async def test_publications_that_wait_for_their_turn_end_with_the_client_and_when_they_are_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(window, "PUBLICATIONS_MAX", 1)
+    async with scripted_broker() as broker, client_of(broker) as client:
+        peer = await broker.peer()
+        await peer.welcome()
+        first, second, third, fourth = (asyncio.create_task(client.publish("news", text)) for text in "1234")
+        request = await peer.read(PublishRequest)
+        second.cancel()
+        await peer.send(Published(request.ref))
+        await first
+        assert (await peer.read(PublishRequest)).payload == b"3"
+        await client.close()
+        ended = await asyncio.gather(second, third, fourth, return_exceptions=True)
+        assert [type(each) for each in ended] == [asyncio.CancelledError, ClientFailed, ClientFailed]
+
+
+async def test_a_broker_that_reads_nothing_for_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "OUTGOING_MAX", 2)
+    monkeypatch.setattr(connection, "UNREAD_S_MAX", -1.0)
+    states: asyncio.Queue[State] = asyncio.Queue()
+    async with scripted_broker() as broker, client_of(broker, on_state=states.put_nowait) as client:
+        await (await broker.peer()).welcome()
+        assert isinstance(await states.get(), Served)
+        publishing = [asyncio.create_task(client.publish("news", b"")) for _ in range(3)]
+        state = await states.get()
+        assert isinstance(state, Interrupted)
+        assert state.reason == "the broker does not read"
+        await asyncio.gather(*publishing, return_exceptions=True)
+
+
 # Refusals.
 
 
@@ -616,6 +676,30 @@ async def test_a_token_is_renewed_before_it_expires_and_after() -> None:
         assert await peer.read(Refresh) == Refresh("t2")
         await peer.close(4002, "expired")
         assert (await (await broker.peer()).welcome()).token == "t3"
+
+
+def jwt_of(exp: object) -> str:
+    payload = base64.urlsafe_b64encode(json.dumps({"exp": exp}).encode()).rstrip(b"=").decode()
+    return f"e30.{payload}.c2ln"
+
+
+async def test_the_next_refresh_goes_by_the_present_tokens_life() -> None:
+    given = iter((3600, 3601, 7200))
+
+    def token() -> str:
+        return jwt_of(next(given))
+
+    async with scripted_broker() as broker, client_of(broker, token=token):
+        peer = await broker.peer()
+        await peer.welcome(expires_in_s=0.0)
+        assert await peer.read(Refresh) == Refresh(jwt_of(3601))  # it ends 1 s later
+        assert await peer.read(Refresh) == Refresh(jwt_of(7200))
+
+
+@pytest.mark.parametrize("token", ["", "a.b", "a.b.c", jwt_of(None), jwt_of("x"), jwt_of([]), "a." + "W" * 9999 + ".c"])
+def test_a_token_that_cannot_be_read_has_no_expiry(token: str) -> None:
+    assert _expiry_of(token) is None
+    assert _expiry_of(jwt_of(5)) == 5
 
 
 async def test_a_fixed_token_that_has_expired_ends_the_client() -> None:
@@ -763,7 +847,7 @@ async def test_a_fault_of_the_client_ends_it(monkeypatch: pytest.MonkeyPatch, ca
         peer, news = await subscribed(client, broker)
         async with doing(client.publish("news", b"")) as publishing:
             await peer.read(PublishRequest)
-            with caplog.at_level(logging.CRITICAL, "dynamoth.user"):
+            with caplog.at_level(logging.CRITICAL, "dynamoth_user"):
                 monkeypatch.setattr("dynamoth_user.machine.machine.UserMachine._on_data", _fail)
                 await peer.send(data("news", "1", 1))
                 with pytest.raises(ClientFailed, match="1011"):

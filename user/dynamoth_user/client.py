@@ -21,6 +21,7 @@ from dynamoth.edge.frames import EXACT_MAX, PublishRequest
 from dynamoth.edge.interests import NAME_BYTES_MAX, Interest, Scalar, channel_interest, query_interest
 from dynamoth.edge.publications import Position
 from dynamoth.errors import ConfigError
+from dynamoth_user.complaints import Complaints
 from dynamoth_user.connection import ConnectionOptions
 from dynamoth_user.encoding import CODECS, Encoding
 from dynamoth_user.engine import ApplicationAction, Engine, Token
@@ -28,6 +29,7 @@ from dynamoth_user.errors import ClientFailed, PublishFailed, RefusedError
 from dynamoth_user.items import Gap, Item
 from dynamoth_user.machine.events import (
     AddSubscription,
+    Complained,
     Confirmed,
     Deliver,
     DeliverGap,
@@ -44,6 +46,7 @@ from dynamoth_user.machine.events import (
 )
 from dynamoth_user.storage import SavedState, Saver, Storage, load_state
 from dynamoth_user.subscription import NORMAL, Handler, Since, Subscription, set_exception
+from dynamoth_user.window import PublishWindow
 
 State = Served | Interrupted | Failed
 """What ``on_state`` gets: a broker serves the session; none does for now; the client has given up."""
@@ -59,7 +62,7 @@ GENERATIONS_PER_RUN = 1000
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-_log = logging.getLogger("dynamoth.user")
+_log = logging.getLogger("dynamoth_user")
 
 
 class Client:
@@ -68,6 +71,9 @@ class Client:
     ``async with`` does not wait for a broker; ``subscribe`` and ``publish`` do. The client reconnects by itself, and
     its subscriptions go on. Publications of a logged channel come in order, each once, with a :class:`Gap` where some
     are missing. After a crash of the application it gets again what it has not handled, if it has a storage.
+
+    Why no broker serves it is logged as a warning by the logger ``dynamoth_user``: each reason once, and not more often
+    than every 10 s.
 
     Args:
         urls: of brokers: ``wss://host/connect``. ``ws://`` is for tests: a token can be read on its way then.
@@ -120,6 +126,8 @@ class Client:
         self._next_move = asyncio.Event()
         #: Publications that are waited for.
         self._answers: set[asyncio.Future[Position | None]] = set()
+        self._window = PublishWindow()
+        self._complaints = Complaints(time.monotonic)
         #: Close code and reason, once the client has ended.
         self._end: tuple[int, str] | None = None
 
@@ -225,13 +233,22 @@ class Client:
     async def publish(self, channel: str, payload: bytes | str) -> Position | None:
         """Publish on a channel; return its place if the channel has a log.
 
-        Waits for a broker, and for its answer. If it is cancelled, the message may be published or not.
+        Waits for a broker, and for its answer. If it is cancelled, the message may be published or not. While 1,000
+        publications or 4 MiB of payloads have no answer, further calls wait for their turn, in order.
 
         Raises PublishFailed, ClientFailed, MalformedMessage (the name).
         """
-        engine = self._running()
+        self._running()
         interest, data = channel_interest(channel), payload.encode() if isinstance(payload, str) else payload
         self._check_size(interest, data)
+        await self._window.enter(len(data))
+        try:
+            return await self._publish(interest, data)
+        finally:
+            self._window.leave(len(data))
+
+    async def _publish(self, interest: Interest, data: bytes) -> Position | None:
+        engine = self._running()
         answer: asyncio.Future[Position | None] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)
         engine.handle(PublishMessage(answer, interest, data))
@@ -343,6 +360,8 @@ class Client:
                 subscription = self._subscriptions.pop(interest.id, None)
                 if subscription is not None:
                     subscription.end(RefusedError(interest, code, reason))
+            case Complained(code, message, url):
+                self._complaints.add(f"a broker reports {code}: {message}", url)
             case Served() | Interrupted() | Failed():
                 self._change_state(action)
 
@@ -375,13 +394,15 @@ class Client:
     def _change_state(self, state: State) -> None:
         match state:
             case Served(broker, _, moved):
+                self._complaints.clear()
                 self._broker = broker
                 self._moved += moved
                 if moved:
                     self._next_move.set()
                     self._next_move = asyncio.Event()
-            case Interrupted():
+            case Interrupted(reason, _, url):
                 self._broker = None
+                self._complaints.add(f"no broker serves this client, which tries again: {reason}", url)
             case Failed(code, reason):
                 self._broker = None
                 self._fail(code, reason)

@@ -34,8 +34,12 @@ const SAVE_S = 0.2;
 /** A token is refreshed at a random moment between these parts of its remaining life. */
 const REFRESH_RATIO_MIN = 0.7;
 const REFRESH_RATIO_MAX = 0.8;
-/** After a refresh the broker does not say when the new token expires: it is refreshed no more often than this. */
+/** A token whose life is not known is refreshed no more often than this; the broker does not say it after a refresh. */
 const REFRESH_S_MIN = 30;
+/** The same for a token whose life is known. */
+const KNOWN_REFRESH_S_MIN = 1;
+/** Warnings on the console: each once, and no more than this many. */
+const WARNINGS_MAX = 100;
 /** Publications that wait for one handler (`queueMax`). */
 const QUEUE_MAX = 1000;
 /** Publications of one live interest that wait for the end of a migration. */
@@ -60,12 +64,16 @@ const FINAL_CLOSE_CODES = new Map([
     [4005, "bad_frame"],
 ]);
 const TOKEN_EXPIRED = 4002;
+/** The code of a connection that ended without one, or was never opened. */
+const LOST = 1006;
 /** What the client closes with: the end, a silent broker, a broker that broke the protocol. */
 const CLOSE_NORMAL = 1000;
 const CLOSE_SILENT = 4000;
 const CLOSE_BAD_FRAME = 4005;
 /** What a broker may send before `connected`, and instead of it. */
 const FIRST_FRAMES = new Set(["connected", "error", "ping"]);
+/** Errors about a token. After a refresh the connection stays, with the former token. */
+const TOKEN_ERRORS = new Set(["token_refused", "token_expired"]);
 /** Errors that announce a close code: that is what the client acts on and reports. */
 const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "full", "draining"]);
 
@@ -141,9 +149,10 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  * | `published` | `id`, `epoch`?, `offset`? | |
  * | `publish_failed` | `id`, `error` | |
  * | `subscription_failed` | `sub`, `error`, `ended` | with `ended` false the machine tries again |
- * | `state` | `state`, `url`, `broker`, `code`? | `connecting`, `connected`, `waiting`, `stopped` or `closed` |
+ * | `state` | `state`, `url`, `broker`, `code`?, `lost`?, `reason`? | see `Dynamoth`; `lost`: the URL that did not serve |
  * | `moved` | `from`, `to`: names of brokers | a migration has ended well |
  * | `error` | `error` | |
+ * | `warn` | `message` | for the console |
  * @typedef {{type: string, [field: string]: any}} MachineAction
  */
 
@@ -328,8 +337,10 @@ export class SessionMachine {
         /** Publications that wait for an answer; with `unsent` at most PUBLISHES_MAX. */
         this.unanswered = 0;
         this.token = null;
+        /** When the broker ends it, by the clock of `handle`; and its claim `exp`, by the broker's. Null: not known. */
         this.token_expires_at = null;
-        /** How long a token lives at most, as far as seen, in seconds. */
+        this.token_exp = null;
+        /** How long the last token had to live whose life a broker has named, in seconds. */
         this.token_life_s = REFRESH_S_MIN;
         /** Why a token was asked for: `connect` or `refresh`; null when none is awaited. */
         this.asking = null;
@@ -628,7 +639,7 @@ export class SessionMachine {
             this.#promote(this.connections.get(move.conn), connection);
         } else {
             this.#missLive(connection);
-            this.#reconnect(connection, move?.to ?? [], code);
+            this.#reconnect(connection, move?.to ?? [], { code, lost: connection.url, reason: code === LOST ? reason : message });
         }
     }
 
@@ -638,7 +649,7 @@ export class SessionMachine {
     }
 
     /** Wait and connect again. `preferred` brokers come first, the one that was lost comes last. */
-    #reconnect(connection, preferred, code) {
+    #reconnect(connection, preferred, why) {
         if (connection.connected_at !== null) {
             this.candidates = unique([...preferred, ...this.alternates, ...this.urls]);
             if (this.now - connection.connected_at >= STABLE_S) this.attempts = 0;
@@ -646,11 +657,11 @@ export class SessionMachine {
                 this.candidates = [...this.candidates.filter((url) => url !== connection.url), connection.url];
             }
         }
-        this.#wait(connection.retry_after_s, code);
+        this.#wait(connection.retry_after_s, why);
     }
 
-    #wait(retry_after_s, code = null) {
-        this.#changeState("waiting", { code });
+    #wait(retry_after_s, why = { code: null }) {
+        this.#changeState("waiting", why);
         const delay_s_max = backoff_s_max(this.attempts);
         this.attempts += 1;
         this.#setTimer("reconnect", retry_after_s, retry_after_s + delay_s_max);
@@ -686,13 +697,18 @@ export class SessionMachine {
         const why = this.asking;
         this.asking = null;
         if (this.#ended()) return;
+        const former_exp = this.token_exp;
         this.token = token;
-        this.token_expires_at = null;
+        this.token_exp = expiry(token);
+        // The broker's clock says when the former token ends: this one does so later by the difference.
+        const later_s = former_exp === null || this.token_exp === null ? null : this.token_exp - former_exp;
+        const is_known = later_s !== null && this.token_expires_at !== null;
+        this.token_expires_at = is_known ? this.token_expires_at + later_s : null;
         for (const connection of this.connections.values()) {
             if (connection.phase === "connected") this.#send(connection, { type: "refresh", token });
         }
         if (why === "connect") this.#connect();
-        else this.#setTimer("token", this.token_life_s * REFRESH_RATIO_MIN, this.token_life_s * REFRESH_RATIO_MAX);
+        else this.#refreshAfter(is_known ? this.token_expires_at - this.now : this.token_life_s);
     }
 
     #onTokenFailed(message) {
@@ -704,12 +720,23 @@ export class SessionMachine {
         else this.#setTimer("token", 1, 1 + BACKOFF_S_MAX / 4);
     }
 
+    /** A refresh was refused, or the token has just expired. The connection may stay; the next one needs another token. */
+    #onTokenRefused(code, message) {
+        if (this.has_token) this.#forgetToken();
+        this.#act("warn", { message: `${code}: ${message}` });
+    }
+
     #scheduleRefresh(expires_at) {
         if (!this.has_token || expires_at === null) return;
         const life_s = Math.max(0, expires_at - this.now);
         this.token_expires_at = expires_at;
-        this.token_life_s = Math.max(this.token_life_s, life_s);
-        this.#setTimer("token", life_s * REFRESH_RATIO_MIN, life_s * REFRESH_RATIO_MAX);
+        this.token_life_s = Math.max(REFRESH_S_MIN, life_s);
+        this.#refreshAfter(life_s, 0);
+    }
+
+    #refreshAfter(life_s, delay_s_min = KNOWN_REFRESH_S_MIN) {
+        const delay_s = (ratio) => Math.max(life_s * ratio, delay_s_min);
+        this.#setTimer("token", delay_s(REFRESH_RATIO_MIN), delay_s(REFRESH_RATIO_MAX));
     }
 
     // Subscriptions
@@ -1131,6 +1158,7 @@ export class SessionMachine {
         const retry_after_s = (frame.retry_after_ms ?? 0) / 1000;
         if (!given(frame.ref)) {
             connection.retry_after_s = retry_after_s;
+            if (TOKEN_ERRORS.has(code) && connection.phase === "connected") this.#onTokenRefused(code, message);
             if (CLOSING_ERRORS.has(code)) connection.last_error = { code, message };
             else this.#reportError(code, message, retry);
             return;
@@ -1295,6 +1323,20 @@ function dropFirst(map) {
     map.delete(map.keys().next().value);
 }
 
+/**
+ * The claim `exp` of a JSON Web Token, unchecked; null where it cannot be read.
+ * @param {string | null} token
+ */
+function expiry(token) {
+    try {
+        const payload = token.split(".")[1].replaceAll("-", "+").replaceAll("_", "/");
+        const { exp } = JSON.parse(atob(payload));
+        return Number.isFinite(exp) ? exp : null;
+    } catch {
+        return null;
+    }
+}
+
 /** The error after which the client does not come again; `code` is null for no error, undefined to come again. */
 function finalError(connection, close_code, reason, has_token) {
     const announced = connection.last_error;
@@ -1353,13 +1395,15 @@ export class Subscription {
  *
  * | type | `detail` |
  * | --- | --- |
- * | `state` | `{state, url, broker, code?}`, see below; `code` is the last close code |
+ * | `state` | `{state, url, broker, code?, lost?, reason?}`, see below; `code` is the last close code |
  * | `moved` | `{from, to}`: names of brokers; another one serves the session now |
  * | `gap` | `{subscription, gap}`: for gaps of subscriptions without `onGap` |
  * | `error` | a `DynamothError`; `code` is `handler_failed` (with `cause`) for an exception of a handler |
  *
  * States: `connecting`, `connected`, `waiting` (for the next attempt), `stopped` (a broker refused, or with code 4004 a
  * newer connection of the session took over; the client does not come again) and `closed` (`close` was called).
+ *
+ * Errors, and why no broker serves, are warnings on the console, too: each once, whatever is listened to.
  *
  * Guarantees. Publications of a subscription are handed over in order, each once, the next one when the promise of the
  * handler for the last one has settled. What is missing is reported as a gap, in its place. An exception of a handler
@@ -1385,6 +1429,7 @@ export class Dynamoth extends EventTarget {
     #ids = new Map();
     #publishes = new Map();
     #next_id = 1;
+    #warnings = new Set();
     #options;
     #storage;
     #onPageHide = () => this.#feed({ type: "flush" });
@@ -1567,6 +1612,7 @@ export class Dynamoth extends EventTarget {
             case "state": this.#onState(action); break;
             case "moved": this.#dispatch("moved", { from: action.from, to: action.to }); break;
             case "error": this.#onError(action.error); break;
+            case "warn": this.#warn(action.message); break;
             default: throw new TypeError(`unknown action ${action.type}`);
         }
     }
@@ -1667,12 +1713,33 @@ export class Dynamoth extends EventTarget {
     #onState({ type, ...detail }) {
         this.state = detail.state;
         this.broker = detail.broker;
+        if (detail.state === "waiting" && detail.lost !== undefined) {
+            this.#warn(`no broker serves this page, and the client tries again: ${whyLost(detail)}`);
+        }
+        if (detail.state === "connected") this.#warnings.clear();
         this.#dispatch(type, detail);
     }
 
+    #warn(text, ...more) {
+        if (this.#warnings.has(text) || this.#warnings.size >= WARNINGS_MAX) return;
+        this.#warnings.add(text);
+        console.warn(`dynamoth: ${text}`, ...more);
+    }
+
     #onError(error, cause) {
+        this.#warn(`${error.code}: ${error.message}`, ...(cause === undefined ? [] : [cause]));
         this.#dispatch("error", new DynamothError(error, cause === undefined ? undefined : { cause }));
     }
+}
+
+/** What a page can know of a lost connection, and what to look at. Browsers do not say why one was not opened. */
+function whyLost({ lost, code, reason }) {
+    const url = lost.replace(/\/\/[^/]*@/, "//").replace(/\?.*/s, ""); // Without what may be secret.
+    if (code !== LOST) return `${reason} (${url}, code ${code})`;
+    if (reason) return `there is no connection to ${url}: ${reason}`;
+    const origin = globalThis.location?.origin;
+    const origins = origin === undefined ? "" : `, and is ${origin} among its broker.origins`;
+    return `the connection to ${url} was lost or refused: does a broker listen there${origins}?`;
 }
 
 /** Seconds since 1970, which never go back, unlike Date.now(). */

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from dynamoth_broker.machine import BrokerMachine
+from dynamoth_broker.process.tokens import CAUSES
 from dynamoth_daemon import metrics
 
 _COUNTERS = {
@@ -29,6 +30,7 @@ _COUNTERS = {
     "refused_draining": "Users that were sent elsewhere, as this broker was drained",
     "refused_token_refused": "Connections with a token that is not valid",
     "refused_token_expired": "Connections with a token that has expired",
+    **{f"token_refusals_{cause}": f"Tokens that were refused: {text}" for cause, text in CAUSES.items()},
 }
 
 _FAMILIES = metrics.Families("dynamoth_broker_")

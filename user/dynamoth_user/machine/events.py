@@ -41,10 +41,14 @@ class FrameReceived:
 
 @dataclass(slots=True)
 class TokenReady:
-    """Event: the application has given the token that ``NeedToken`` has asked for."""
+    """Event: the application has given the token that ``NeedToken`` has asked for.
+
+    ``expires_at`` is its claim ``exp``, in seconds since 1970, where it can be read.
+    """
 
     number: int
     token: str | None
+    expires_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -207,10 +211,23 @@ class Served:
 
 @dataclass(slots=True)
 class Interrupted:
-    """Action: no broker serves the session now; the client connects again in ``retry_s``. 0: it does so already."""
+    """Action: no broker serves the session now; the client connects again in ``retry_s``. 0: it does so already.
+
+    ``url`` is the broker's that has served the session, or was tried in vain.
+    """
 
     reason: str
     retry_s: float
+    url: str = ""
+
+
+@dataclass(slots=True)
+class Complained:
+    """Action: a broker has sent an error that ends nothing, such as a token that it has refused."""
+
+    code: str
+    message: str
+    url: str
 
 
 @dataclass(slots=True)
@@ -223,7 +240,7 @@ class Failed:
 
 UserAction = (
     OpenConnection | CloseConnection | SendFrame | NeedToken | Deliver | DeliverGap | Confirmed | Refused | PublishEnded
-    | Served | Interrupted | Failed
+    | Served | Interrupted | Complained | Failed
 )  # fmt: skip
 
 
@@ -256,3 +273,5 @@ class UserOptions:
     publishers_max: int = 10_000
     #: A token is refreshed this long before it expires.
     refresh_s: float = 25.0
+    #: And no more often than this, whatever its life is.
+    refresh_s_min: float = 1.0

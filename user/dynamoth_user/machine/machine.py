@@ -46,6 +46,7 @@ from dynamoth_user.machine.events import (
     AddSubscription,
     Close,
     CloseConnection,
+    Complained,
     Confirmed,
     ConnectionClosed,
     ConnectionOpened,
@@ -104,7 +105,7 @@ class UserMachine:
         )
         self._ack_s = 1.0
         self._ack_due = False
-        #: The longest life of a token that a broker has named: a new one is taken to live as long.
+        #: How long the last token that a broker has taken had to live: one that cannot be read lives as long, perhaps.
         self._token_s = 0.0
         self._is_closed = False
 
@@ -122,8 +123,8 @@ class UserMachine:
                 return self._on_opened(number)
             case ConnectionClosed(number, code, reason):
                 return self._on_closed(number, code, reason, now)
-            case TokenReady(number, token):
-                return self._on_token(number, token, now)
+            case TokenReady():
+                return self._on_token(event, now)
             case AddSubscription(interest, since):
                 return self._add(interest, since)
             case RemoveSubscription(interest):
@@ -167,14 +168,22 @@ class UserMachine:
         connection.is_open = True
         return [NeedToken(number)] if self._options.has_token else self._ask(connection, None)
 
-    def _on_token(self, number: int, token: str | None, now: float) -> list[UserAction]:
-        connection = self.connections.get(number)
+    def _on_token(self, event: TokenReady, now: float) -> list[UserAction]:
+        connection = self.connections.get(event.number)
         if connection is None or not connection.is_open:
             return []
+        former_exp, connection.token_exp = connection.token_exp, event.expires_at
         if not connection.is_asked:
-            return self._ask(connection, token)
-        self._refresh_later(number, max(self._options.refresh_s, self._token_s - self._options.refresh_s), now)
-        return [] if token is None else [SendFrame(number, Refresh(token))]
+            return self._ask(connection, event.token)
+        refresh_s = self._options.refresh_s
+        if event.expires_at is None or former_exp is None or connection.token_ends_at is None:
+            delay_s = max(refresh_s, self._token_s - refresh_s)
+        else:  # the broker's clock says when the former one ends: this one does so later by the difference
+            connection.token_ends_at += event.expires_at - former_exp
+            left_s = connection.token_ends_at - now
+            delay_s = max(left_s - refresh_s, left_s / 2, self._options.refresh_s_min)
+        self._refresh_later(event.number, delay_s, now)
+        return [] if event.token is None else [SendFrame(event.number, Refresh(event.token))]
 
     def _ask(self, connection: Connection, token: str | None) -> list[UserAction]:
         """Ask a broker to serve every subscription."""
@@ -190,6 +199,9 @@ class UserMachine:
         connection = self.connections.pop(number, None)
         if connection is None:
             return []
+        error_code, message = connection.error
+        if error_code and reason == error_code:  # brokers close with the code of the error before
+            reason = f"{error_code}: {message}"
         actions = self._publications.fail(number, reason)
         match connection.role:
             case Role.CANDIDATE:
@@ -212,7 +224,7 @@ class UserMachine:
         if code in FINAL_CODES or (code == TOKEN_EXPIRED and self._options.has_fixed_token):
             return [Failed(code, reason), *self._close_all(code, reason)]
         actions = self._migration.release_all(OLD_BROKER_LOST)  # of a migration before this loss
-        return [*actions, Interrupted(reason, self._connections.retry(connection, now))]
+        return [*actions, Interrupted(reason, self._connections.retry(connection, now), connection.url)]
 
     def _close_all(self, code: int, reason: str) -> list[UserAction]:
         self._is_closed = True
@@ -258,7 +270,8 @@ class UserMachine:
         self._connections.alternates = frame.alternates
         self._ack_s = frame.ack_s
         if frame.expires_in_s is not None:
-            self._token_s = max(self._token_s, frame.expires_in_s)
+            self._token_s = frame.expires_in_s
+            connection.token_ends_at = now + frame.expires_in_s
             self._refresh_later(connection.number, frame.expires_in_s - self._options.refresh_s, now)
         if connection.role is not Role.SERVING:
             return []
@@ -277,7 +290,8 @@ class UserMachine:
         retry_after_s = (error.retry_after_ms or 0) / 1000
         if error.ref is None:
             connection.retry_after_s = retry_after_s
-            return []
+            connection.error = error.code, error.message
+            return [Complained(error.code, error.message, connection.url)] if connection.is_up else []
         ended = self._publications.refuse(error.ref, error)
         if ended is not None:
             return [*ended, *self._migration.close_old_if_done()]

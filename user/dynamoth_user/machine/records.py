@@ -52,6 +52,11 @@ class Connection:
     epochs: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
     #: The time that its last error asked for.
     retry_after_s: float = 0.0
+    #: Its last error, as code and message.
+    error: tuple[str, str] = ("", "")
+    #: The ``exp`` of its present token, where it is known, and when the broker ends it.
+    token_exp: float | None = None
+    token_ends_at: float | None = None
 
 
 @dataclass(slots=True)
