@@ -110,6 +110,13 @@ def test_a_server_that_lost_its_keys_gets_the_orders_again() -> None:
     assert read(stored, "s1", pack_orders(NEW)) == []
 
 
+def test_the_one_that_acts_is_the_only_writer_and_takes_nothing_from_the_servers() -> None:
+    stored = begun()
+    for server in SERVERS:
+        read(stored, server, pack_orders(OLD))
+    assert writes(read(stored, "s1", pack_orders(NEW))) == {"s1": OLD} and stored.present == OLD
+
+
 def test_one_that_does_not_act_reads_and_never_writes() -> None:
     stored = StoredOrders(SERVERS)
     for server in SERVERS:
@@ -234,6 +241,7 @@ def test_one_that_may_not_read_the_orders_does_not_act_and_says_why() -> None:
     machine = edge.coordinator()
     assert edge.leaders() == [] and machine.why_waiting == "it has not read the orders of operators at 2 of 3 servers"
     assert machine.faults == dict.fromkeys(SERVERS, "NOPERM no")
+    assert not [each for each in edge.news if isinstance(each, Noted) and "this coordinator" in each.message]
     assert not result_of(edge.ask("pause", 1))["leading"] and stored_at(edge) == dict.fromkeys(SERVERS)
 
 
