@@ -12,10 +12,10 @@ coordinator says where users can go, that replaces the configured alternates, fo
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from dynamoth.edge.control import (
@@ -32,18 +32,15 @@ from dynamoth.edge.control import (
     parse_user_key,
     user_key,
 )
-from dynamoth.edge.frames import URL_MAX, URLS_MAX
 from dynamoth.edge.tickets import is_ticket, make_ticket
-from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import LinkDown, Pushed, Replied
 from dynamoth.machine.timers import Timers
 from dynamoth.names import BROKERS_CHANNEL, COORDINATOR_CHANNEL, OPERATOR_EDGE_CHANNEL, broker_channel
-from dynamoth.protocol.control import AdminReply, AdminRequest
-from dynamoth.protocol.wire import read_array, read_text, shortened
 from dynamoth_broker.candidates import bounded, choose_candidates
-from dynamoth_broker.edge_links import EdgeLinks, OperatorAnswers
-from dynamoth_broker.events import BrokerAction, BrokerOptions, ConnectionId, Noted
+from dynamoth_broker.edge_links import EdgeLinks
+from dynamoth_broker.events import BrokerAction, BrokerOptions, ConnectionId
 from dynamoth_broker.interests import InterestTable
+from dynamoth_broker.operators import BrokerRequests
 from dynamoth_broker.rates import Rates
 from dynamoth_broker.sessions import Session
 
@@ -61,13 +58,7 @@ SEEN_MAX = 1000
 CANDIDATES_LOOKED_AT = 5000
 """A request for candidates looks at this many users at most, others each time: that takes a broker some 60 ms."""
 
-DRAIN_PER_S = 500.0
-"""The rate of a drain for which an operator gives none."""
-
 HASH_BYTES = 4
-
-ALL_BROKERS = "*"
-"""The target of a request to everybody."""
 
 
 class Movable(Protocol):
@@ -136,7 +127,7 @@ class Control:
             counters,
             SEEN_MAX,
         )
-        self._operators = OperatorAnswers(counters)
+        self._operators = BrokerRequests(broker, self, options, counters)
         self.rates = Rates(broker.interests, 0.0)
         #: The latest keys of tickets, and the one before.
         self._ticket_keys: deque[bytes] = deque(maxlen=2)
@@ -224,7 +215,7 @@ class Control:
         for push in event.messages:
             match push:
                 case [b"message", channel, data] if channel == OPERATOR_EDGE_CHANNEL:
-                    actions += self._on_operator(event.link, data, now)
+                    actions += self._operators.on_request(event.link, data, now)
                 case [b"subscribe", *_]:
                     actions += self._links.on_subscribed(event.link)
                 case [b"message", _, data]:
@@ -264,9 +255,13 @@ class Control:
         """Return whether another broker has asked this user to move, not long ago."""
         return is_ticket(ticket, self._ticket_keys, session.grant.user, session.name)
 
+    def is_coordinated(self, now: float) -> bool:
+        """Return whether a coordinator has said lately where users can go."""
+        return now < self._open_brokers_until
+
     def alternates(self, now: float) -> tuple[str, ...]:
         """Return where users can go: what a coordinator says, or what was configured."""
-        return self._open_brokers if now < self._open_brokers_until and self._open_brokers else self._options.alternates
+        return self._open_brokers if self._open_brokers and self.is_coordinated(now) else self._options.alternates
 
     def _offer(self, request: CandidatesRequest, now: float) -> list[BrokerAction]:
         """Offer users who may move."""
@@ -336,83 +331,6 @@ class Control:
         for begin in range(0, len(ends), MOVES_MAX):
             actions += self._tell(MovesEnded(self._options.id, tuple(ends[begin : begin + MOVES_MAX])))
         return actions
-
-    # Operators.
-
-    def _on_operator(self, link: str, data: bytes, now: float) -> list[BrokerAction]:
-        def execute(request: AdminRequest) -> tuple[AdminReply, list[BrokerAction]]:
-            try:
-                result, actions = self._execute(request, now)
-            except MalformedMessage as error:
-                id_ = self._options.id
-                return AdminReply(request.request, {"broker": id_}, f"{id_}: {error}"), []
-            return AdminReply(request.request, result), actions
-
-        return [*self._operators.on_request(link, data, (ALL_BROKERS, self._options.id), execute)]
-
-    def _execute(self, request: AdminRequest, now: float) -> tuple[Mapping[str, Any], list[BrokerAction]]:
-        """Carry out a request. Raises MalformedMessage: it cannot be read."""
-        commands: dict[str, Callable[[Mapping[str, Any], float], tuple[dict[str, Any], list[BrokerAction]]]] = {
-            "status": lambda arguments, now: ({}, []),
-            "drain": self._drain,
-            "undrain": self._undrain,
-            "move": self._move,
-        }
-        command = commands.get(request.command)
-        if command is None:
-            raise MalformedMessage(f"brokers know no command {shortened(request.command)}")
-        result, actions = command(request.arguments, now)
-        return {**self._status(now), **result}, actions
-
-    def _status(self, now: float) -> dict[str, Any]:
-        report, counters = self.report(), self._counters
-        return {
-            "role": "broker",
-            "broker": report.broker,
-            "url": report.url,
-            "sessions": report.users,
-            "interests": len(self._broker.interests),
-            "draining": report.is_draining,
-            "admitting": report.is_admitting,
-            "load_bytes_per_s": round(report.load_bytes_per_s, 1),
-            "load_ratio": round(max(report.load_bytes_per_s / report.capacity_bytes_per_s, report.other_ratio_max), 4),
-            "capacity_bytes_per_s": report.capacity_bytes_per_s,
-            "moves_asked": counters["moves_asked"],
-            "moves_done": counters["moves_done"],
-            "coordinated": now < self._open_brokers_until,
-            "alternates": list(self.alternates(now)),
-            "logs_hash": report.logs_hash,
-            "history_hash": report.history_hash,
-            "unreachable": self.faults,
-        }
-
-    def _drain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
-        rate = arguments.get("rate", DRAIN_PER_S)
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e6:
-            raise MalformedMessage(f"a rate above 0 expected, not {shortened(rate)}")
-        is_forced = arguments.get("force") is True
-        if not self.alternates(now) and self._broker.sessions and not is_forced:
-            raise MalformedMessage(
-                "there is no other broker to move users to: no coordinator runs, and broker.alternates is not set"
-            )
-        fields = {"users": len(self._broker.sessions), "rate": rate, "forced": is_forced}
-        noted = Noted("an operator drains this broker", fields=fields)
-        return {"draining": True}, [noted, *self._broker.moves.drain(float(rate), now)]
-
-    def _undrain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
-        self._broker.moves.end_drain()
-        return {"draining": False}, [Noted("an operator lets this broker take users again")]
-
-    def _move(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
-        user = read_text(arguments.get("session"), USER_MAX)
-        to = tuple(read_text(url, URL_MAX) for url in read_array(arguments.get("to"))[:URLS_MAX])
-        session = self._broker.session_of(*parse_user_key(user))
-        if session is None or session.leaving_channels is not None:
-            return {"here": False}, []
-        if not to or self._options.url in to:
-            raise MalformedMessage("the session is here: another broker expected")
-        noted = Noted("an operator moves a user", fields={"session": user, "to": list(to)})
-        return {"here": True}, [noted, *self._broker.moves.move(session, to, now)]
 
 
 def _is_moving(session: Session, now: float) -> bool:

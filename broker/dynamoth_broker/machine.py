@@ -27,6 +27,7 @@ from dynamoth.edge.frames import (
     Unsubscribe,
     Unsubscribed,
 )
+from dynamoth.edge.interests import Interest
 from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, RepliedAll, Start, Tick
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.control import Control
@@ -197,6 +198,10 @@ class BrokerMachine:
     def session_of(self, user: str, name: str) -> Session | None:
         """Return the newest connection of a session; None where there is none."""
         return self.users.session_of(user, name)
+
+    def is_logged(self, interest: Interest) -> bool:
+        """Return whether an interest has a log."""
+        return self._subscribing.is_logged(interest)
 
     # What comes.
 

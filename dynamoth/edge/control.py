@@ -243,7 +243,8 @@ def pack_edge(stamp: Stamp, message: EdgeMessage) -> bytes:
 # Reading: each field is checked, as anyone who reaches a server can publish anything.
 
 
-_REPORT_DEFAULTS = ("", "", 0.0)
+_REPORT_DEFAULTS: tuple[Any, ...] = ("", "", 0.0)
+"""Of the fields that older brokers do not send."""
 
 
 def _number(value: Any, *, may_be_infinite: bool = False) -> float:

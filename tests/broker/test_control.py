@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from dynamoth_broker.events import (
     ControlLinkChanged,
     Grant,
     MoveSession,
+    Noted,
     Opened,
     Publications,
     Received,
@@ -198,6 +200,8 @@ def test_a_server_that_refuses_is_asked_again(broker: Harness) -> None:
     broker.now += RESUBSCRIBE_S
     again = [action for action in broker.do(Tick()) if isinstance(action, Send) and action.args[0] == b"SUBSCRIBE"]
     assert [action.link for action in again] == [LINKS[0]]
+    confirmed = broker.do(Pushed(LINKS[0], [[b"subscribe", BROKERS_CHANNEL, 1]]))
+    assert confirmed == [ControlLinkChanged(LINKS[0], None)] and broker.machine.control.faults == {}
 
 
 def test_a_report_has_the_rates_and_loads(broker: Harness) -> None:
@@ -235,6 +239,22 @@ def test_the_tightest_resource_is_reported(broker: Harness) -> None:
     broker.do(ResourcesMeasured(0.7))
     broker.run(1.05)
     assert broker.reports()[-1].other_ratio_max == 0.7
+
+
+def test_a_report_says_where_the_broker_is_how_often_it_reports_and_hashes_of_its_settings() -> None:
+    def settings(**changed: Any) -> BrokerReport:
+        logs = {"l1": "redis://ann:secret@10.0.0.1:6379", "l2": "redis://10.0.0.2:6379"}
+        values: dict[str, Any] = {"logs": logs, "history": ("news.*", "orders.*"), **changed}
+        broker = Harness(replace(OPTIONS, location=(48.2, 16.4), report_s=0.5, **values))
+        return broker.machine.control.report()
+
+    report = settings()
+    assert (report.location, report.report_s, len(report.logs_hash)) == ((48.2, 16.4), 0.5, 8)
+    same = settings(logs={"l2": "redis://10.0.0.2:6379", "l1": "redis://10.0.0.1:6379"}, history=("orders.*", "news.*"))
+    assert (same.logs_hash, same.history_hash) == (report.logs_hash, report.history_hash), "order, credentials"
+    other_log = settings(logs={"l1": "redis://10.0.0.1:6379"})
+    assert other_log.logs_hash != report.logs_hash and other_log.history_hash == report.history_hash
+    assert settings(history=("news.*",)).history_hash != report.history_hash
 
 
 def test_a_broker_without_a_url_or_about_to_end_admits_nobody(broker: Harness) -> None:
@@ -421,6 +441,30 @@ def test_a_drain_to_nowhere_is_refused() -> None:
     reply = broker.operator("drain")
     assert reply.error is not None and "there is no other broker" in reply.error
     assert not broker.machine.is_draining
+    assert result_of(broker.operator("drain", force=True))["draining"]
+    broker.run(2.0)
+    assert broker.asked_to_move() == {} and len(broker.machine.sessions) == 1
+
+
+def test_what_operators_ask_for_is_noted_once_for_the_log(broker: Harness) -> None:
+    broker.open("u")
+    notes: list[Noted] = []
+    for number, command, arguments in (
+        (50, "drain", {"rate": 10.0}),
+        (50, "drain", {"rate": 10.0}),
+        (51, "undrain", {}),
+        (52, "move", {"session": "u", "to": [THERE]}),
+        (53, "status", {}),
+        (54, "move", {"session": "nobody", "to": [THERE]}),
+    ):
+        request = AdminRequest(number, command, {"target": "b1", **arguments})
+        actions = broker.do(Pushed(LINKS[1], [[b"message", OPERATOR_EDGE_CHANNEL, pack_control(request)]]))
+        notes += [action for action in actions if isinstance(action, Noted)]
+    assert notes == [
+        Noted("an operator drains this broker", fields={"users": 1, "rate": 10.0, "forced": False}),
+        Noted("an operator lets this broker take users again"),
+        Noted("an operator moves a user", fields={"session": "u", "to": [THERE]}),
+    ]
 
 
 def test_a_user_is_moved_once_for_a_request_that_comes_twice(broker: Harness) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamoth.edge.control import BrokerReport, Stamp, pack_edge
-from dynamoth.machine.events import LinkUp, Pushed, Start
+from dynamoth.machine.events import ErrorReply, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import COORDINATOR_CHANNEL, COORDINATOR_LEASE_KEY, OPERATOR_EDGE_CHANNEL
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.control import AdminRequest, pack_control
@@ -16,8 +16,8 @@ from dynamoth_broker.coordinator.controller import Stage
 from dynamoth_broker.coordinator.machine import CoordinatorMachine, Stop, Stopped
 from dynamoth_broker.coordinator.orders import CHECK_S
 from dynamoth_broker.coordinator.requests import decision_as_data
-from dynamoth_broker.edge_links import COPIES
-from dynamoth_broker.events import Noted
+from dynamoth_broker.edge_links import COPIES, RESUBSCRIBE_S, SUBSCRIBE, TAG
+from dynamoth_broker.events import ControlLinkChanged, Noted
 from tests.coordinator.sim_edge import OPTIONS, SimEdge, acting, result_of
 
 
@@ -99,7 +99,7 @@ def test_one_that_loses_the_lease_keeps_what_it_knows_and_forgets_its_plan() -> 
         edge.servers[id_].stop()
     edge.until(lambda: edge.leaders() == [], "it waits", 1.9)
     controller = edge.coordinator().controller
-    assert (controller.stage, controller.pinned, len(controller.fleet)) == (Stage.WATCHING, {"u3"}, 1)
+    assert (controller.stage, controller.pinned, len(controller.fleet)) == (Stage.WATCHING, frozenset({"u3"}), 1)
 
 
 def test_one_server_out_of_reach_of_the_coordinator_does_not_matter() -> None:
@@ -160,6 +160,45 @@ def test_a_wrong_request_is_refused(command: str, arguments: dict[str, Any]) -> 
     edge.run(0.5)
     [reply] = edge.ask(command, 1, **arguments)
     assert reply.error is not None and reply.error.startswith("coordinator: ")
+
+
+def test_newcomers_are_sent_to_the_nearest_broker_that_is_not_full() -> None:
+    vienna, oslo, lima = (48.2, 16.4), (59.9, 10.8), (-12.0, -77.0)
+    machine, number = alone(), 0
+
+    def hear(id_: str, place: tuple[float, float], **fields: Any) -> None:
+        nonlocal number
+        number += 1
+        report = replace(REPORT, broker=id_, url=f"wss://{id_}", location=place, report_s=60.0)
+        report = replace(report, capacity_bytes_per_s=1000.0, users=99)
+        heard(machine, Stamp(ord(id_[1]), number), replace(report, **fields))
+
+    hear("b1", vienna, load_bytes_per_s=500.0)
+    hear("b2", oslo, load_bytes_per_s=250.0)
+    hear("b3", lima, load_bytes_per_s=100.0)
+    prague = (50.1, 14.4)
+    assert machine.place("u", 0.2, prague) == ("wss://b1", "wss://b2", "wss://b3")
+    assert machine.place("u", 0.2, (-33.4, -70.7)) == ("wss://b3", "wss://b1", "wss://b2")
+    assert machine.place("u", 0.2, (0.0, 179.9)) == ("wss://b3", "wss://b2", "wss://b1"), "on a globe, not on a map"
+    assert machine.place("u", 0.2) == ("wss://b3", "wss://b2", "wss://b1"), "by load"
+    hear("b1", vienna, is_admitting=False)
+    assert machine.place("u", 2.0, prague) == ("wss://b2", "wss://b3"), "one that takes nobody is skipped"
+    hear("b2", oslo, other_ratio_max=0.9)
+    assert machine.place("u", 4.0, prague)[0] == "wss://b3", "and one above ratio_accept"
+    hear("b3", lima, other_ratio_max=0.99)
+    assert machine.place("u", 6.0, lima)[0] == "wss://b2", "where all are, the least loaded one"
+
+
+def test_a_refused_subscription_is_asked_for_again_and_is_no_fault_for_good() -> None:
+    machine = alone()
+    refusal = Replied("s1", (TAG, SUBSCRIBE), ErrorReply("NOPERM no"))
+    assert machine.handle(refusal, 1.0) == [ControlLinkChanged("s1", "NOPERM no")]
+    assert machine.faults == {"s1": "NOPERM no"}
+    again = machine.handle(Tick(), 1.0 + RESUBSCRIBE_S)
+    channels = COORDINATOR_CHANNEL, OPERATOR_EDGE_CHANNEL
+    assert Send("s1", (b"SUBSCRIBE", *channels), (TAG, SUBSCRIBE)) in again
+    machine.handle(Pushed("s1", [[b"subscribe", channels[0], 1], [b"subscribe", channels[1], 2]]), 12.0)
+    assert machine.faults == {}
 
 
 # One machine alone.

@@ -65,13 +65,17 @@ def writes(sends: list[Send]) -> dict[str, Orders]:
     return found
 
 
+def known(stored: StoredOrders) -> bool:
+    return stored.are_known
+
+
 def test_it_acts_when_the_majority_was_read_and_the_newest_orders_count() -> None:
     stored = begun()
-    assert read(stored, "s1", pack_orders(OLD)) == [] and not stored.are_known
+    assert read(stored, "s1", pack_orders(OLD)) == [] and not known(stored)
     sends = read(stored, "s2", pack_orders(NEW))
-    assert stored.are_known and stored.present == NEW
+    assert known(stored) and stored.present == NEW
     assert writes(sends) == {"s1": NEW, "s3": NEW}, "where something else is stored, or nobody knows what"
-    assert not stored.is_stored
+    assert stored.places == "1 of 3 servers"
     stored.on_reply("s1", ("written", 5), b"OK")
     assert stored.is_stored
 
@@ -79,20 +83,20 @@ def test_it_acts_when_the_majority_was_read_and_the_newest_orders_count() -> Non
 def test_where_nothing_was_ever_ordered_nothing_is_written() -> None:
     stored = begun()
     assert [read(stored, server, None) for server in SERVERS] == [[], [], []]
-    assert stored.are_known and stored.present == Orders()
+    assert known(stored) and stored.present == Orders()
 
 
 def test_a_reply_from_before_the_lease_does_not_count() -> None:
     stored = begun()
     assert read(stored, "s1", pack_orders(OLD), 0) == [] and read(stored, "s2", pack_orders(OLD), 0) == []
-    assert not stored.are_known
+    assert not known(stored)
     stored.end_term()
     stored.begin_term()
     read(stored, "s1", None, 1)
     read(stored, "s2", None, 2)
-    assert not stored.are_known
+    assert not known(stored)
     read(stored, "s3", None, 2)
-    assert stored.are_known and stored.present == OLD, "it remembers what the servers have lost"
+    assert known(stored) and stored.present == OLD, "it remembers what the servers have lost"
 
 
 def test_a_server_that_lost_its_keys_gets_the_orders_again() -> None:
@@ -106,13 +110,20 @@ def test_a_server_that_lost_its_keys_gets_the_orders_again() -> None:
     assert read(stored, "s1", pack_orders(NEW)) == []
 
 
+def test_the_one_that_acts_is_the_only_writer_and_takes_nothing_from_the_servers() -> None:
+    stored = begun()
+    for server in SERVERS:
+        read(stored, server, pack_orders(OLD))
+    assert writes(read(stored, "s1", pack_orders(NEW))) == {"s1": OLD} and stored.present == OLD
+
+
 def test_one_that_does_not_act_reads_and_never_writes() -> None:
     stored = StoredOrders(SERVERS)
     for server in SERVERS:
         stored.on_up(server)
     assert read(stored, "s1", pack_orders(NEW), 0) == [] and stored.present == NEW
     assert read(stored, "s2", pack_orders(OLD), 0) == [] and stored.present == NEW
-    assert not stored.are_known
+    assert not known(stored)
 
 
 def test_a_refusal_does_not_count_as_read_and_is_a_problem() -> None:
@@ -120,9 +131,9 @@ def test_a_refusal_does_not_count_as_read_and_is_a_problem() -> None:
     for server in ("s1", "s2"):
         assert read(stored, server, REFUSAL) == []
     read(stored, "s3", None)
-    assert not stored.are_known and stored.problems == {"s1": "NOPERM no", "s2": "NOPERM no"}
+    assert not known(stored) and stored.problems == {"s1": "NOPERM no", "s2": "NOPERM no"}
     read(stored, "s1", None)
-    assert stored.are_known and stored.problems == {"s2": "NOPERM no"}
+    assert known(stored) and stored.problems == {"s2": "NOPERM no"}
 
 
 def test_a_refused_write_is_a_problem_until_one_succeeds() -> None:
@@ -230,6 +241,7 @@ def test_one_that_may_not_read_the_orders_does_not_act_and_says_why() -> None:
     machine = edge.coordinator()
     assert edge.leaders() == [] and machine.why_waiting == "it has not read the orders of operators at 2 of 3 servers"
     assert machine.faults == dict.fromkeys(SERVERS, "NOPERM no")
+    assert not [each for each in edge.news if isinstance(each, Noted) and "this coordinator" in each.message]
     assert not result_of(edge.ask("pause", 1))["leading"] and stored_at(edge) == dict.fromkeys(SERVERS)
 
 
@@ -247,8 +259,9 @@ def test_one_that_loses_the_lease_while_it_stores_says_so() -> None:
 def test_pins_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "PINS_MAX", 2)
     edge = running()
-    for number in range(3):
-        [reply] = edge.ask("pin", number + 1, session=f"u{number}")
+    for number in range(2):
+        result_of(edge.ask("pin", number + 1, session=f"u{number}"))
+    [reply] = edge.ask("pin", 3, session="u2")
     assert reply.error is not None and "2 users are pinned already" in reply.error
     assert result_of(edge.ask("pin", 7, session="u0"))["pinned_users"] == 2, "again"
     assert result_of(edge.ask("unpin", 8, session="u1"))["pinned_users"] == 1

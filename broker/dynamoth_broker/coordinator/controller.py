@@ -154,10 +154,14 @@ class Controller:
 
     def place(self, newcomer: Newcomer, now: float) -> str | None:
         """Return the broker of a newcomer; None while no broker admits users."""
+        return self.placement.place(newcomer, self.placement_model(now), now)
+
+    def placement_model(self, now: float, age_s_max: float = PLACEMENT_REFRESH_S) -> LoadModel:
+        """Return the model that placements go by; less than ``age_s_max`` old, or new."""
         model = self._placement_model
-        if model is None or now - model[0] >= PLACEMENT_REFRESH_S:
+        if model is None or not model[1].brokers or now - model[0] >= age_s_max:
             model = self._placement_model = now, self.fleet.for_placement(now)
-        return self.placement.place(newcomer, model[1], now)
+        return model[1]
 
     # Looks.
 

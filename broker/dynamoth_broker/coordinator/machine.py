@@ -33,7 +33,6 @@ from dynamoth.edge.control import (
     OpenBrokers,
     Stamp,
 )
-from dynamoth.edge.frames import URLS_MAX
 from dynamoth.edge.tickets import key_of_period
 from dynamoth.machine import lease
 from dynamoth.machine.events import (
@@ -62,9 +61,9 @@ from dynamoth_broker.coordinator import events as controlling
 from dynamoth_broker.coordinator import orders
 from dynamoth_broker.coordinator.controller import Controller, Stage
 from dynamoth_broker.coordinator.events import AskCandidates, DecisionRecorded, MoveUsers, Refused
-from dynamoth_broker.coordinator.model import BrokerLoad, LoadModel, Standing
+from dynamoth_broker.coordinator.model import LoadModel
+from dynamoth_broker.coordinator.newcomers import Newcomers
 from dynamoth_broker.coordinator.orders import StoredOrders
-from dynamoth_broker.coordinator.placement import NearestPlacement, Newcomer, Reservations
 from dynamoth_broker.coordinator.requests import Requests
 from dynamoth_broker.coordinator.roster import Roster
 from dynamoth_broker.coordinator.settings import CoordinatorOptions
@@ -135,9 +134,8 @@ class CoordinatorMachine:
         self._lease = Lease(LEASE, ids, incarnation, options.lease_s, options.lease_s / 5)
         self._orders = StoredOrders(ids)
         self._requests = Requests(self, self._orders, self._timers, self.counters)
-        self._reservations = Reservations(options.appear_s)
-        self._placement = NearestPlacement(self._reservations, options.ratio_accept)
-        self.controller = Controller(options, self._placement, 0.0, self._reservations)
+        self._newcomers = Newcomers(self, options)
+        self.controller = self._new_controller(0.0)
         self.roster = Roster(options, self.counters)
         #: Whether it has the lease, as far as the latest look at it says.
         self._has_lease = False
@@ -248,10 +246,14 @@ class CoordinatorMachine:
         if (present.is_paused, present.pinned) != (controller.is_paused, controller.pinned):
             controller.obey(present.is_paused, present.pinned)
 
+    def _new_controller(self, now: float) -> Controller:
+        newcomers = self._newcomers
+        return Controller(self.options, newcomers.placement, now, newcomers.reservations)
+
     def _begin_again(self, now: float) -> None:
         """Forget what the controller was about to do; keep what it knows."""
         former = self.controller
-        self.controller = Controller(self.options, self._placement, now, self._reservations)
+        self.controller = self._new_controller(now)
         self.controller.fleet = former.fleet
         self.obey()
 
@@ -341,7 +343,7 @@ class CoordinatorMachine:
         if not self.is_leading:
             return []
         key = key_of_period(self._ticket_secret, now)
-        return self._publish(BROKERS_CHANNEL, OpenBrokers(self._open_urls(now), key))
+        return self._publish(BROKERS_CHANNEL, OpenBrokers(self._newcomers.open_urls(now), key))
 
     # The controller.
 
@@ -381,18 +383,6 @@ class CoordinatorMachine:
 
     # Newcomers.
 
-    def _open_urls(self, now: float, first: str | None = None, newcomer: Newcomer | None = None) -> tuple[str, ...]:
-        """Return the URLs of brokers that admit users: ``first``, then the others as the newcomer would try them."""
-
-        def rank(broker: BrokerLoad) -> tuple[bool, tuple[int, float], float, str]:
-            nearness = (0, 0.0) if newcomer is None else self._placement.nearness(newcomer, broker)
-            return broker.id != first, nearness, broker.ratio, broker.id
-
-        model = self.controller.fleet.for_placement(now)
-        admitting = [each for each in model.brokers.values() if each.standing is Standing.OPEN]
-        urls = [url for each in sorted(admitting, key=rank) if (url := self.roster.url(each.id))]
-        return tuple(urls[:URLS_MAX])
-
     def place(self, session: str, now: float, near: tuple[float, float] | None = None) -> tuple[str, ...]:
         """Return the URLs that a newcomer tries, in order; none where no broker admits users.
 
@@ -405,8 +395,7 @@ class CoordinatorMachine:
 
         """
         self.counters["placed"] += 1
-        newcomer = Newcomer(id=session, location=near)
-        return self._open_urls(now, self.controller.place(newcomer, now), newcomer)
+        return self._newcomers.place(session, now, near)
 
     # For metrics and tests.
 
