@@ -28,6 +28,7 @@ from dynamoth_broker.events import (
     PublishMessage,
     RaiseBarrier,
     Received,
+    Stopped,
     SubscribeChannel,
     Transmit,
     UnsubscribeChannel,
@@ -201,7 +202,7 @@ class BrokerApp:
                 number = next(self._numbers)
                 self._tokens[number] = token
                 self._publisher.handle(Publish(number, channel, payload))
-            case LogLinkChanged() | ControlLinkChanged():
+            case Stopped() | LogLinkChanged() | ControlLinkChanged():
                 pass
             case _:
                 raise AssertionError(f"not an action of a broker: {action!r}")
