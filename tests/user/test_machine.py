@@ -244,6 +244,22 @@ def test_a_stored_subscription_begins_where_the_brokers_say_and_goes_on_from_wha
     assert (wanted.since, wanted.is_stored) == (Position(EPOCH, 5), True)
 
 
+def test_a_stored_subscription_of_which_something_is_lost_begins_with_a_gap() -> None:
+    user = User()
+    user.tell(Start(), AddSubscription(LOGGED, None, True))
+    lost = Gap(LOGGED.id, "retention", 5, 7, Position(EPOCH, 7))
+    for number in (1, 2):  # the first connection is lost before the gap has come
+        [wanted] = connect_in(user.tell(ConnectionOpened(number))).subs
+        assert wanted.since is None
+        user.frame(number, UP, Subscribed(wanted.ref, LOGGED.id, Position(EPOCH, 7), recovered=False))
+        if number == 1:
+            user.tell(ConnectionClosed(1, 1006, "lost"))
+            user.pass_time(OPTIONS.backoff_s_min)
+    assert user.frame(2, lost) == [DeliverGap(LOGGED, "retention", 5, 7, position=Position(EPOCH, 7))]
+    assert user.frame(2, lost) == []
+    assert [each.payload for each in only(Deliver, user.data(2, 8))] == [b"m8"]
+
+
 def test_the_next_broker_is_told_what_the_former_one_may_not_have_stored() -> None:
     user = User().served(LOGGED, is_stored=True)
     user.data(1, 1)

@@ -42,11 +42,12 @@ from dynamoth_client.machines.subscriber import events as subscriber
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
 from dynamoth_client.machines.subscriber.machine import SubscriberMachine
 from dynamoth_sim.cluster import Cluster
+from dynamoth_sim.edge.users import USER
 from dynamoth_sim.edge.wires import Wire, WireFrame
 from dynamoth_sim.load.clients import HeaderRead, HeaderReader
 from dynamoth_sim.world.process import Process
 
-ANYTHING = Grant(publish=("*",))
+ANYTHING = Grant(USER, publish=("*",))
 
 
 class BrokerApp:

@@ -341,12 +341,12 @@ class UserMachine:
         position = frame.position
         connection.epochs[frame.s] = None if position is None else position.epoch
         subscription.is_live = position is None
+        if subscription.received is None and frame.recovered:  # else the gap that follows says where it begins
+            subscription.received = subscription.handled = subscription.acknowledged = position
+            subscription.acknowledged_over = connection.number
         actions: list[UserAction] = []
         if not subscription.is_confirmed:
             subscription.is_confirmed = True
-            if subscription.received is None:
-                subscription.received = subscription.handled = subscription.acknowledged = position
-                subscription.acknowledged_over = connection.number
             actions.append(Confirmed(subscription.interest, position))
         elif subscription.is_live and subscription.is_interrupted:
             actions.append(DeliverGap(subscription.interest, RECONNECTED))
@@ -389,7 +389,10 @@ class UserMachine:
         if position is None:
             return [DeliverGap(interest, frame.reason, count=frame.count)]
         connection.epochs[frame.s] = position.epoch
-        if received is None or position.epoch in subscription.past_epochs:
+        if received is None:  # the log does not have everything behind the stored position
+            subscription.received = position
+            return [DeliverGap(interest, frame.reason, frame.first, frame.last, position=position)]
+        if position.epoch in subscription.past_epochs:
             return []
         if position.epoch != received.epoch:
             subscription.past_epochs.add(received.epoch)
