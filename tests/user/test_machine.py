@@ -244,6 +244,14 @@ def test_a_stored_subscription_begins_where_the_brokers_say_and_goes_on_from_wha
     assert (wanted.since, wanted.is_stored) == (Position(EPOCH, 5), True)
 
 
+def test_what_was_handled_is_acknowledged_before_the_subscription_ends() -> None:
+    user = User().served(LOGGED, is_stored=True)
+    user.data(1, 1)
+    user.tell(Handled(LOGGED, Position(EPOCH, 1)))
+    ending = sent(user.tell(RemoveSubscription(LOGGED)))
+    assert ending == [(1, Ack({LOGGED.id: Position(EPOCH, 1)})), (1, Unsubscribe(LOGGED.id))]
+
+
 def test_a_stored_subscription_of_which_something_is_lost_begins_with_a_gap() -> None:
     user = User()
     user.tell(Start(), AddSubscription(LOGGED, None, True))

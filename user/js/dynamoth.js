@@ -746,6 +746,7 @@ export class SessionMachine {
     #onUnsubscribe(sub) {
         const subscription = this.subscriptions.get(sub);
         if (!subscription) return;
+        if (subscription.stored) this.#acknowledge();
         this.#removeSubscription(subscription);
         if (this.positions.delete(subscription.key)) this.#saveSoon();
     }

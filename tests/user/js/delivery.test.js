@@ -319,6 +319,14 @@ test("a stored subscription begins where brokers say, and goes on from what was 
     assert.deepEqual(frames(confirmed, "ack"), [{ type: "ack", p: { S1: at(9) } }]);
 });
 
+test("what was handled is acknowledged before the subscription ends", () => {
+    const driver = logged({ stored: true });
+    driver.data(1, 11);
+    driver.data(1, 12);
+    const sent = only(driver.do("unsubscribe", { sub: 1 }), "send").map(({ frame }) => frame);
+    assert.deepEqual(sent, [{ type: "ack", p: { S1: at(12) } }, { type: "unsubscribe", s: "S1" }]);
+});
+
 test("a stored subscription of which something is lost begins with a gap", () => {
     const driver = new Driver();
     driver.do("start");

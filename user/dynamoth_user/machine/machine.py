@@ -127,7 +127,7 @@ class UserMachine:
             case AddSubscription():
                 return self._add(event)
             case RemoveSubscription(interest):
-                return self._remove(interest)
+                return self._remove(interest, now)
             case PublishMessage():
                 return self._publications.publish(event)
             case ForgetPublication(token):
@@ -319,15 +319,18 @@ class UserMachine:
             if each.is_asked and each.role is not Role.LEAVING
         ]
 
-    def _remove(self, interest: Interest) -> list[UserAction]:
-        if self.subscriptions.pop(interest.id, None) is None:
+    def _remove(self, interest: Interest, now: float) -> list[UserAction]:
+        if interest.id not in self.subscriptions:
             return []
+        last_ack = self._acknowledge(now) if self.subscriptions[interest.id].is_stored else []
+        del self.subscriptions[interest.id]
         asked = [each for each in self.connections.values() if each.is_asked]
         for connection in asked:
             connection.epochs.pop(interest.id, None)
             # An answer that is under way is not one to a later subscription to the same interest.
             connection.asked = {ref: each for ref, each in connection.asked.items() if each.id != interest.id}
         return [
+            *last_ack,
             *(SendFrame(each.number, Unsubscribe(interest.id)) for each in asked),
             *self._migration.complete(),
             *self._migration.close_old_if_done(),
