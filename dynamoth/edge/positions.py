@@ -147,7 +147,7 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
 
 
 def _find(words: Sequence[bytes], execute: Callable[..., Any]) -> list[Any]:
-    epoch, offset, _, _ = evaluate_begin(words, execute)
+    epoch, offset, *_ = evaluate_begin(words, execute)
     key, ttl_ms = words[5], words[9]
     found = execute(b"GET", key)
     if found is not None:
