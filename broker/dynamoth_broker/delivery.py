@@ -88,7 +88,7 @@ class Delivery:
         actions: list[BrokerAction] = []
         if page is None:
             for subscription in waiting:
-                actions += self._refuse(subscription)
+                actions += self.refuse(subscription)
             return actions
         interest.phase = Phase.OPEN
         self.recents.forget(interest)
@@ -102,6 +102,8 @@ class Delivery:
     def begin(self, subscription: Subscription, now: float) -> list[BrokerAction]:
         """Bring a subscription to where its interest is, once that is possible."""
         interest = subscription.interest
+        if subscription.awaits_position:
+            return []
         if interest.phase is Phase.CONFIRMED:
             return self._open(interest, now)
         if interest.phase is not Phase.OPEN:
@@ -136,7 +138,7 @@ class Delivery:
         if subscription.is_ended or subscription.stage is not Stage.WAITING:
             return []
         if page is None:
-            return self._refuse(subscription)
+            return self.refuse(subscription)
         interest, since = subscription.interest, subscription.since
         assert since is not None, "a subscription without a past needs no page"
         actions = self._absorb(interest, page, now)
@@ -159,7 +161,8 @@ class Delivery:
         entries = page if begins_at == since.offset else None
         return [*actions, *self._catch_up(subscription, entries, now)]
 
-    def _refuse(self, subscription: Subscription) -> list[BrokerAction]:
+    def refuse(self, subscription: Subscription) -> list[BrokerAction]:
+        """Refuse a subscription, as the server of its log does not answer."""
         self.refused.append(subscription)
         error = Error("log_unavailable", LOG_UNAVAILABLE, "later", round(RETRY_S * 1000), subscription.ref)
         return [Transmit(subscription.session.connection, error)]

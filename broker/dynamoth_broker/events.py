@@ -193,7 +193,7 @@ class ResourcesMeasured:
 
 @dataclass(slots=True)
 class Stop:
-    """Event: close every connection, so that users connect elsewhere."""
+    """Event: close every connection, so that users connect elsewhere. ``Stopped`` follows."""
 
 
 BrokerEvent = (
@@ -262,6 +262,11 @@ class PublishMessage:
 
 
 @dataclass(slots=True)
+class Stopped:
+    """Action: note that log servers have everything that users have acknowledged; the process may end."""
+
+
+@dataclass(slots=True)
 class LogLinkChanged:
     """Action: a connection to a log server is up (``reason`` None), or was lost. For the log of the process."""
 
@@ -288,7 +293,7 @@ class Noted:
 
 BrokerAction = (
     LinkAction | Transmit | Broadcast | CloseConnection | SubscribeChannel | UnsubscribeChannel | RaiseBarrier
-    | PublishMessage | LogLinkChanged | ControlLinkChanged | Noted
+    | PublishMessage | Stopped | LogLinkChanged | ControlLinkChanged | Noted
 )  # fmt: skip
 
 
@@ -326,6 +331,8 @@ class BrokerOptions(SessionSettings):
     pending_max: int = 1000
     pong_timeout_s: float = 10.0
     ack_s: float = 1.0
+    #: Acknowledged positions that wait for a log server, at most; with more, what they cover may come again.
+    unsaved_positions_max: int = 100_000
     #: A connection that reads nothing for this time is closed.
     slow_s_max: float = 60.0
     #: A user who was asked to move has this time.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from dynamoth.edge.log import (
     Appended,
@@ -22,7 +23,7 @@ from dynamoth.edge.log import (
     read_command,
 )
 from dynamoth.errors import MalformedMessage
-from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Replied, Send
+from dynamoth.machine.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Replied, Send
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.events import BrokerAction, LogLinkChanged
 
@@ -32,6 +33,12 @@ NO_RUN_ID = "it does not say which process it is: our user needs the right to IN
 
 OnPage = Callable[[LogPage | None, float], Sequence[BrokerAction]]
 """Gets a page, or None if the log cannot be read, and the time."""
+
+LogCommand = Callable[[str, int, LogOptions], tuple[CommandPart, ...]]
+"""Makes a command of the run id of the log server's process, a new epoch, and the options of logs."""
+
+OnReply = Callable[[Any, float], Sequence[BrokerAction]]
+"""Gets the reply to a command, None if it may not have come to the server, and the time."""
 
 OnAppended = Callable[[Appended | str, float], Sequence[BrokerAction]]
 """Gets the place of what was appended, or why it was not, and the time."""
@@ -61,6 +68,13 @@ class _Append:
     on_appended: OnAppended
 
 
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A command of somebody else that is under way."""
+
+    on_reply: OnReply
+
+
 @dataclass(slots=True)
 class _LogServer:
     """One log server."""
@@ -75,6 +89,7 @@ class _LogServer:
     #: Those of publications, which others may share.
     shared: dict[_Page, _Read] = field(default_factory=dict[_Page, _Read])
     appends: dict[_Append, None] = field(default_factory=dict[_Append, None])
+    requests: dict[_Request, None] = field(default_factory=dict[_Request, None])
 
 
 class Logs:
@@ -128,7 +143,7 @@ class Logs:
 
         With ``count`` 0 the tip is one of after this call: that of a read that is under way may be older.
         """
-        id_ = log_server(interest_id, self._ids)
+        id_ = self.server_of(interest_id)
         server = self._servers[id_]
         page = _Page(interest_id, after, count)
         under_way = server.shared.get(page)
@@ -144,7 +159,7 @@ class Logs:
 
     def append(self, interest_id: str, payload: bytes, on_appended: OnAppended, now: float) -> list[BrokerAction]:
         """Append a publication to a log."""
-        id_ = log_server(interest_id, self._ids)
+        id_ = self.server_of(interest_id)
         server = self._servers[id_]
         if server.run_id is None:
             return [*on_appended(server.fault, now)]
@@ -152,6 +167,39 @@ class Logs:
         server.appends[append] = None
         command = append_command(interest_id, payload, server.run_id, self._new_epoch(), self._options)
         return [Send(LINK_PREFIX + id_, command, append)]
+
+    def server_of(self, interest_id: str) -> str:
+        """Return the id of the server that has the log of an interest."""
+        return log_server(interest_id, self._ids)
+
+    def is_up(self, id_: str) -> bool:
+        """Whether there is a connection to a log server."""
+        return self._servers[id_].run_id is not None
+
+    def request(self, interest_id: str, command: LogCommand, on_reply: OnReply, now: float) -> list[BrokerAction]:
+        """Send a command to the server that has the log of an interest, behind those that were sent before.
+
+        It fails after ``wait_s``, at once without a connection, and when the connection is lost; it is not sent again.
+        """
+        id_ = self.server_of(interest_id)
+        server = self._servers[id_]
+        if server.run_id is None:
+            return [*on_reply(None, now)]
+        request = _Request(on_reply)
+        server.requests[request] = None
+        self._timers.add(now + self._wait_s, self._give_up, id_, request)
+        return [Send(LINK_PREFIX + id_, command(server.run_id, self._new_epoch(), self._options), request)]
+
+    def _give_up(self, id_: str, request: _Request, now: float) -> Sequence[BrokerAction]:
+        return self._replied(self._servers[id_], request, None, now)
+
+    def _replied(self, server: _LogServer, request: _Request, value: Any, now: float) -> Sequence[BrokerAction]:
+        if request not in server.requests:
+            return []  # it was given up
+        del server.requests[request]
+        if isinstance(value, ErrorReply):
+            self._counters["log_errors"] += 1
+        return request.on_reply(value, now)
 
     def _send(self, id_: str, reads: Iterable[_Read]) -> list[BrokerAction]:
         server = self._servers[id_]
@@ -193,6 +241,8 @@ class Logs:
         actions: list[BrokerAction] = [LogLinkChanged(id_, event.reason)]
         for append in appends:
             actions += append.on_appended("unknown", now)
+        for request in list(server.requests):
+            actions += self._replied(server, request, None, now)
         return actions
 
     def on_reply(self, event: Replied, now: float) -> list[BrokerAction]:
@@ -202,6 +252,8 @@ class Logs:
         if isinstance(tag, _Append):
             del server.appends[tag]
             return self._appended(tag, event.value, now)
+        if isinstance(tag, _Request):
+            return [*self._replied(server, tag, event.value, now)]
         assert isinstance(tag, _Read), f"not a request to a log: {tag!r}"
         if not self._forget(server, tag):
             return []  # it has timed out

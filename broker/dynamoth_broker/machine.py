@@ -54,12 +54,14 @@ from dynamoth_broker.events import (
     Refreshed,
     ResourcesMeasured,
     Stop,
+    Stopped,
     Transmit,
     Writable,
 )
 from dynamoth_broker.interests import SharedInterest
 from dynamoth_broker.logs import Logs
 from dynamoth_broker.moves import Moves
+from dynamoth_broker.positions import Positions
 from dynamoth_broker.publishing import Publishing
 from dynamoth_broker.sessions import Session
 from dynamoth_broker.subscribing import Subscribing
@@ -82,7 +84,8 @@ class BrokerMachine:
         shared = self._timers, self.counters
         self.logs = Logs(options.logs, options.log, incarnation, options.log_wait_s, *shared)
         self._delivery = Delivery(options, self.logs, *shared)
-        self._subscribing = Subscribing(options, self._delivery, *shared)
+        self.positions = Positions(options, self.logs, self._delivery, *shared)
+        self._subscribing = Subscribing(options, self._delivery, self.positions, *shared)
         self._publishing = Publishing(self.logs, self._subscribing.is_logged)
         self.interests = self._subscribing.interests
         self.control = Control(self, options, incarnation, *shared)
@@ -93,6 +96,8 @@ class BrokerMachine:
         self._to_check: list[SharedInterest] = []
         self._check_interval_s = options.tip_check_s
         self._checks_at_once = 0
+        #: Whether ``Stopped`` is still to follow.
+        self._is_stopping = False
 
     # The contract of machines.
 
@@ -102,6 +107,9 @@ class BrokerMachine:
         actions += self._subscribing.account(now)
         if self._subscribing.lost_some:
             actions += self._close_losers(now)
+        if self._is_stopping and self.positions.is_saved:
+            self._is_stopping = False
+            actions.append(Stopped())
         return actions
 
     def deadline(self) -> float | None:
@@ -145,7 +153,8 @@ class BrokerMachine:
                 self.control.resource_ratio = ratio
                 return []
             case Stop():
-                return self.users.stop(now)
+                self._is_stopping = True
+                return [*self.users.stop(now), *self.positions.flush(now)]
             case Start():
                 self._timers.add(now + self._options.tip_check_s, self._check_tips)
                 self.users.start(now)
@@ -208,7 +217,8 @@ class BrokerMachine:
     def _on_frame(self, session: Session, frame: object, now: float) -> list[BrokerAction]:
         session.heard_at = now
         match frame:
-            case Ack():
+            case Ack(positions):
+                self.positions.acknowledge(session, positions, now)
                 return []
             case Pong():
                 return []
@@ -255,3 +265,4 @@ class BrokerMachine:
         self.interests.check()
         self._delivery.recents.check()
         self.users.check()
+        self.positions.check()

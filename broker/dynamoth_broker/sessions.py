@@ -44,6 +44,10 @@ class Subscription:
     #: While CATCHING: the last offset that was sent; of a live interest, how many publications had come. A LIVE
     #: one has that of its interest.
     cursor: int = 0
+    #: Of a stored one: the key of its position, whether that is being looked for, and what was acknowledged last.
+    position_key: bytes | None = None
+    awaits_position: bool = False
+    acknowledged: Position | None = None
     #: Ended by the user, or with the session.
     is_ended: bool = False
 

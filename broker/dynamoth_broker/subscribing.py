@@ -24,6 +24,7 @@ from dynamoth_broker.events import (
     UnsubscribeChannel,
 )
 from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
+from dynamoth_broker.positions import Positions
 from dynamoth_broker.sessions import Session, Stage, Subscription
 
 
@@ -40,12 +41,14 @@ class Subscribing:
         self,
         options: BrokerOptions,
         delivery: Delivery,
+        positions: Positions,
         timers: Timers[BrokerAction],
         counters: Counter[str],
     ) -> None:
         """Begin without interests; all arguments are shared with the owner."""
         self._options = options
         self._delivery = delivery
+        self._positions = positions
         self._timers = timers
         self._counters = counters
         #: Sessions that have lost a confirmed subscription since the owner looked last: it closes them.
@@ -102,6 +105,8 @@ class Subscribing:
         subscription = Subscription(session, shared, wanted.ref, wanted.since, is_of_connect)
         session.subscriptions[interest.id] = subscription
         shared.set_stage(subscription, Stage.WAITING)
+        if wanted.is_stored:
+            actions += self._positions.begin(subscription, now)
         return [*actions, *self._delivery.begin(subscription, now)]
 
     def _why_not(self, session: Session, wanted: Wanted) -> Error | None:
@@ -116,6 +121,14 @@ class Subscribing:
             return Error("too_many", f"one connection has {most} subscriptions at most", ref=ref)
         if self.is_logged(interest) and not self._options.logs:
             return Error("log_unavailable", "this broker has no log servers: see broker.logs", ref=ref)
+        return self._why_not_stored(session, wanted) if wanted.is_stored else None
+
+    def _why_not_stored(self, session: Session, wanted: Wanted) -> Error | None:
+        if not self.is_logged(wanted.interest):
+            return Error("not_logged", "a channel without a log has no positions: see broker.history", ref=wanted.ref)
+        if not session.grant.user:
+            reason = "positions are stored for users with a token, as a session without one can be anybody's"
+            return Error("forbidden", reason, ref=wanted.ref)
         return None
 
     def unsubscribe(self, session: Session, s: str) -> None:
@@ -129,6 +142,7 @@ class Subscribing:
         subscription.is_ended = True
         shared = subscription.interest
         shared.remove(subscription)
+        self._positions.end(subscription, now)
         subscriptions = subscription.session.subscriptions
         if subscriptions.get(shared.id) is subscription:
             del subscriptions[shared.id]

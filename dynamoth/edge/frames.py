@@ -45,11 +45,15 @@ _F = TypeVar("_F")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One subscription that a user asks for; ``since`` None is "from now on"."""
+    """One subscription that a user asks for.
+
+    ``since`` None is "from now on". If it is *stored*, that is behind the position that brokers keep for this session.
+    """
 
     ref: int
     interest: Interest
     since: Position | None = None
+    is_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,10 @@ class PublishRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Says up to which offset of which interests the application has handled publications."""
+    """Says up to which positions of which stored subscriptions the application has handled publications."""
 
     type: ClassVar = "ack"
-    p: Mapping[str, int]
+    p: Mapping[str, Position]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +259,8 @@ def to_wire(frame: Frame) -> dict[str, Any]:
             return wire | _wanted_to_wire(wanted)
         case PublishRequest(_, channel, payload):
             return wire | {"ref": frame.ref, "channel": channel.name} | _payload_to_wire(payload)
+        case Ack(p):
+            return wire | {"p": {s: _position_to_wire(position) for s, position in p.items()}}
         case Data(s, payload, offset, place):
             wire["s"] = s
             if offset is not None:
@@ -288,6 +294,10 @@ def _wanted_to_wire(wanted: Wanted) -> dict[str, Any]:
         wire["params"] = interest.values
     if wanted.since is not None:
         wire["since"] = _position_to_wire(wanted.since)
+    elif wanted.is_stored:
+        wire["since"] = "stored"
+    if wanted.is_stored:
+        wire["stored"] = True
     return wire
 
 
@@ -376,6 +386,13 @@ def _offsets(value: Any) -> dict[str, int]:
     return {_read_id(s): _exact(offset) for s, offset in offsets.items()}
 
 
+def _acked(value: Any) -> dict[str, Position]:
+    positions = read_text_map(value)
+    if len(positions) > SUBSCRIPTIONS_MAX:
+        raise MalformedMessage(f"at most {SUBSCRIPTIONS_MAX} positions expected, not {len(positions)}")
+    return {_read_id(s): read_position(read_text_map(position)) for s, position in positions.items()}
+
+
 def _payload(wire: Mapping[str, Any]) -> bytes:
     if "d" in wire:
         return read_text(wire["d"]).encode()
@@ -392,8 +409,12 @@ def _wanted(wire: Mapping[str, Any]) -> Wanted:
         interest = channel_interest(wire["channel"])
     else:
         interest = query_interest(wire["query"], wire.get("params", {}))
-    since = wire.get("since", "new")
-    return Wanted(_exact(wire.get("ref")), interest, None if since == "new" else read_position(read_text_map(since)))
+    is_stored = wire.get("stored") is True
+    since = wire.get("since", "stored" if is_stored else "new")
+    if since == "new" and is_stored:
+        raise MalformedMessage("a stored subscription begins at a position, or at the stored one")
+    position = None if since in ("new", "stored") else read_position(read_text_map(since))
+    return Wanted(_exact(wire.get("ref")), interest, position, is_stored or since == "stored")
 
 
 def _connect(wire: Mapping[str, Any]) -> Connect:
@@ -475,7 +496,7 @@ _USER: dict[str, Callable[[Mapping[str, Any]], UserFrame]] = {
     "publish": lambda wire: PublishRequest(
         _exact(wire.get("ref")), channel_interest(wire.get("channel")), _payload(wire)
     ),
-    "ack": lambda wire: Ack(_offsets(wire.get("p"))),
+    "ack": lambda wire: Ack(_acked(wire.get("p"))),
     "refresh": lambda wire: Refresh(_token(wire.get("token"))),
     "leave": lambda _: Leave(),
     "pong": lambda _: Pong(),

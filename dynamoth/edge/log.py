@@ -36,8 +36,8 @@ LOG_PREFIX = RESERVED_PREFIX + b"log:"
 FENCED = "FENCED"
 """The first word of the error that refuses a writer of an older term."""
 
-_BEGIN = b"""redis.replicate_commands()
-local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution')
+BEGIN = b"""redis.replicate_commands()
+local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution', 'executed_at')
 local epoch, offset = meta[2], tonumber(meta[3])
 if not epoch or (ARGV[1] ~= '' and meta[1] ~= ARGV[1]) then
   epoch, offset, meta[5] = ARGV[2], 0, false
@@ -48,25 +48,29 @@ end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 """
+"""The first lines of every script: they begin the log where it is new, and know ``epoch`` and ``offset`` of its end."""
 
 APPEND_SCRIPT = (
-    _BEGIN
+    BEGIN
     + b"""local term, execution = tonumber(ARGV[4]), tonumber(ARGV[5])
 if meta[4] and tonumber(meta[4]) > term then
   return redis.error_reply('FENCED by a newer writer, term ' .. meta[4])
 end
-if execution > 0 and meta[5] and tonumber(meta[5]) >= execution then return {epoch, offset, 0} end
+if execution > 0 and meta[5] and tonumber(meta[5]) >= execution then
+  if tonumber(meta[5]) == execution and meta[6] then return {epoch, tonumber(meta[6]), 0} end
+  return {epoch, offset, 2}
+end
 offset = offset + 1
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], offset .. '-0', 'd', ARGV[7])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('HSET', KEYS[1], 'offset', offset, 'term', term)
-if execution > 0 then redis.call('HSET', KEYS[1], 'execution', execution) end
+if execution > 0 then redis.call('HSET', KEYS[1], 'execution', execution, 'executed_at', offset) end
 return {epoch, offset, 1}
 """
 )
 
 READ_SCRIPT = (
-    _BEGIN
+    BEGIN
     + b"""local first = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 first = first and tonumber(string.match(first[1], '^%d+')) or offset + 1
 local after, count, entries = tonumber(ARGV[4]), tonumber(ARGV[5]), {}
@@ -101,11 +105,15 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """The place that an append was given; ``is_new`` is False where the execution was appended before."""
+    """The place that an append was given; ``is_new`` is False where the execution was appended before.
+
+    Of an execution before the last one only the log's end is known: ``is_exact`` is False then.
+    """
 
     epoch: int
     offset: int
     is_new: bool
+    is_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +163,7 @@ def append_command(
 
     """
     return (
-        b"EVAL", APPEND_SCRIPT, b"2", *log_keys(interest_id), *_begin(run_id, new_epoch, options),
+        b"EVAL", APPEND_SCRIPT, b"2", *log_keys(interest_id), *begin_arguments(run_id, new_epoch, options),
         b"%d" % term, b"%d" % execution, b"%d" % options.retained_min, payload,
     )  # fmt: skip
 
@@ -165,12 +173,13 @@ def read_command(
 ) -> tuple[CommandPart, ...]:
     """Return the command that reads the tip of a log, and up to ``count`` publications behind the offset ``after``."""
     return (
-        b"EVAL", READ_SCRIPT, b"2", *log_keys(interest_id), *_begin(run_id, new_epoch, options),
+        b"EVAL", READ_SCRIPT, b"2", *log_keys(interest_id), *begin_arguments(run_id, new_epoch, options),
         b"%d" % after, b"%d" % count,
     )  # fmt: skip
 
 
-def _begin(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, bytes, bytes]:
+def begin_arguments(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, bytes, bytes]:
+    """Return the first arguments of every script that begins with ``BEGIN``."""
     return b"" if options.durable else run_id.encode(), b"%016x" % new_epoch, b"%d" % round(options.ttl_s * 1000)
 
 
@@ -178,7 +187,7 @@ def _begin(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, byt
 def parse_appended(reply: Any) -> Appended:
     """Read the reply of ``append_command``. Raises MalformedMessage."""
     epoch, offset, is_new = read_array(reply)
-    return Appended(_read_epoch(epoch), int(offset), bool(is_new))
+    return Appended(_read_epoch(epoch), int(offset), is_new == 1, is_new != 2)
 
 
 @parser("the reply of a log's server")
@@ -208,19 +217,9 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
 
     ``execute`` gets the words of a command (HMGET, HSET, DEL, PEXPIRE, XADD, XRANGE) and returns its reply.
     """
+    epoch, offset, term_text, executed, executed_at = evaluate_begin(words, execute)
     meta_key, stream_key = words[3:5]
     arguments = words[5:]
-    run, epoch, offset_text, term_text, executed = execute(
-        b"HMGET", meta_key, b"run", b"epoch", b"offset", b"term", b"execution"
-    )
-    offset = int(offset_text or 0)
-    if epoch is None or (arguments[0] and run != arguments[0]):
-        epoch, offset, executed = arguments[1], 0, None
-        execute(b"DEL", stream_key)
-        execute(b"HDEL", meta_key, b"execution")
-        execute(b"HSET", meta_key, b"run", arguments[0], b"epoch", epoch, b"offset", b"0")
-    execute(b"PEXPIRE", meta_key, arguments[2])
-    execute(b"PEXPIRE", stream_key, arguments[2])
     if words[1] == READ_SCRIPT:
         after, count = map(int, arguments[3:5])
         return _evaluate_read(stream_key, epoch, offset, after, count, execute)
@@ -228,14 +227,36 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     if term_text is not None and int(term_text) > term:
         return ErrorReply(f"{FENCED} by a newer writer, term {int(term_text)}")
     if execution > 0 and executed is not None and int(executed) >= execution:
-        return [epoch, offset, 0]
+        if int(executed) == execution and executed_at is not None:
+            return [epoch, int(executed_at), 0]
+        return [epoch, offset, 2]
     offset += 1
     execute(b"XADD", stream_key, b"MAXLEN", b"~", arguments[5], b"%d-0" % offset, b"d", arguments[6])
     execute(b"PEXPIRE", stream_key, arguments[2])
     execute(b"HSET", meta_key, b"offset", b"%d" % offset, b"term", b"%d" % term)
     if execution > 0:
-        execute(b"HSET", meta_key, b"execution", b"%d" % execution)
+        execute(b"HSET", meta_key, b"execution", b"%d" % execution, b"executed_at", b"%d" % offset)
     return [epoch, offset, 1]
+
+
+def evaluate_begin(
+    words: Sequence[bytes], execute: Callable[..., Any]
+) -> tuple[bytes, int, bytes | None, bytes | None, bytes | None]:
+    """Do what ``BEGIN`` does; return epoch and offset of the log's end, the term, the last execution and its offset."""
+    meta_key, stream_key = words[3:5]
+    run_id, new_epoch, ttl_ms = words[3 + int(words[2]) :][:3]
+    run, epoch, offset_text, term, executed, executed_at = execute(
+        b"HMGET", meta_key, b"run", b"epoch", b"offset", b"term", b"execution", b"executed_at"
+    )
+    offset = int(offset_text or 0)
+    if epoch is None or (run_id and run != run_id):
+        epoch, offset, executed = new_epoch, 0, None
+        execute(b"DEL", stream_key)
+        execute(b"HDEL", meta_key, b"execution")
+        execute(b"HSET", meta_key, b"run", run_id, b"epoch", epoch, b"offset", b"0")
+    execute(b"PEXPIRE", meta_key, ttl_ms)
+    execute(b"PEXPIRE", stream_key, ttl_ms)
+    return epoch, offset, term, executed, executed_at
 
 
 def _evaluate_read(

@@ -324,6 +324,13 @@ class SessionSettings:
         unit="s",
         above=0,
     )
+    position_ttl_s: float = setting(
+        2_592_000.0,
+        "a stored position of a user whom no broker has served for this time is forgotten: longer than users stay away",
+        unit="s",
+        minimum=60,
+        maximum=31_536_000,
+    )
     ping_s: float = setting(25.0, "time between two pings to a user", unit="s", above=0)
     report_s: float = setting(1.0, "time between two reports to the coordinator", unit="s", minimum=0.1, maximum=60)
     capacity_bytes_per_s: int = setting(

@@ -83,6 +83,8 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         append(b"a", execution=1),
         append(b"b", execution=2),
         append(b"a", execution=1),
+        append(b"from nobody"),
+        append(b"b", execution=2),
         read(),
     ],
     "without a number it is appended again": [append(b"a"), append(b"a"), read()],
@@ -126,6 +128,10 @@ def test_what_the_replies_mean() -> None:
     assert parse_page(page) == LogPage(EPOCH, 2, 1, ((1, b"a"), (2, b"b")))
     repeated = model([append(b"a", execution=1), append(b"a", execution=1)])[1]
     assert parse_appended(repeated) == Appended(EPOCH, 1, is_new=False)
+    commands = [append(b"a", execution=1), append(b"b", execution=2), append(b"c")]
+    last, former = model([*commands, append(b"b", execution=2), append(b"a", execution=1)])[3:]
+    assert parse_appended(last) == Appended(EPOCH, 2, is_new=False)
+    assert parse_appended(former) == Appended(EPOCH, 3, is_new=False, is_exact=False)
     refused = model([append(b"a", term=2), append(b"b", term=1)])[1]
     assert isinstance(refused, ErrorReply)
     assert str(refused).startswith(FENCED)

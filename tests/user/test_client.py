@@ -88,10 +88,16 @@ async def confirm(peer: Peer, offset: int | None = 0) -> Subscribe:
 
 
 async def subscribed(
-    client: Client, broker: ScriptedBroker, channel: str = "news", *, offset: int | None = 0, **connected: Any
+    client: Client,
+    broker: ScriptedBroker,
+    channel: str = "news",
+    *,
+    offset: int | None = 0,
+    stored: bool = False,
+    **connected: Any,
 ) -> tuple[Peer, Subscription]:
     """Return the first connection, and a subscription to a channel."""
-    async with doing(client.subscribe(channel)) as subscribing:
+    async with doing(client.subscribe(channel, stored=stored)) as subscribing:
         peer = await broker.peer()
         await peer.welcome(offset=offset, **connected)
     return peer, await subscribing
@@ -126,23 +132,43 @@ async def test_publications_come_in_order_with_their_positions(encoding: Encodin
 
 
 async def test_an_item_is_acknowledged_when_the_next_one_is_asked_for() -> None:
-    async with scripted_broker() as broker, client_of(broker) as client:
-        peer, news = await subscribed(client, broker)
+    async with scripted_broker() as broker, client_of(broker, session="me") as client:
+        peer, news = await subscribed(client, broker, stored=True)
         await peer.send(data("news", "1", 1), data("news", "2", 2), data("news", "3", 3), Ping())
         assert await take(news, 2) == ["1", "2"]
         assert {type(frame) for frame in (await peer.frames.get(), await peer.frames.get())} == {Ack, Pong}
         assert await take(news, 1) == ["3"]
-        assert await peer.read(Ack) == Ack({news.interest.id: 2})
+        assert await peer.read(Ack) == Ack({news.interest.id: at(2)})
     assert (await peer.closed)[0] == 1000
-    assert await peer.read(Ack) == Ack({news.interest.id: 3})  # the client was left without an error
+    assert await peer.read(Ack) == Ack({news.interest.id: at(3)})  # the client was left without an error
+
+
+async def test_a_stored_subscription_needs_a_session_that_lasts() -> None:
+    async with scripted_broker() as broker, client_of(broker) as client:
+        with pytest.raises(ValueError, match="session"):
+            await client.subscribe("news", stored=True)
+    async with scripted_broker() as broker, client_of(broker, session="me") as client:
+        with pytest.raises(ValueError, match="position"):
+            await client.subscribe("news", since="new", stored=True)
+
+
+async def test_a_stored_subscription_does_not_begin_where_the_storage_says(tmp_path: Path) -> None:
+    file = tmp_path / "positions.json"
+    async with scripted_broker() as broker, client_of(broker, storage=FileStorage(file)) as client:
+        await subscribed(client, broker, offset=6)
+    async with scripted_broker() as broker, client_of(broker, storage=FileStorage(file)) as client:
+        async with doing(client.subscribe("news", stored=True)):
+            peer = await broker.peer()
+            connect = await peer.welcome(offset=9)
+        assert (connect.subs[0].since, connect.subs[0].is_stored) == (None, True)
 
 
 async def test_an_item_whose_task_has_failed_is_not_acknowledged() -> None:
     async with scripted_broker() as broker:
         peer: Peer | None = None
         with pytest.raises(ZeroDivisionError):
-            async with client_of(broker) as client:
-                peer, news = await subscribed(client, broker)
+            async with client_of(broker, session="me") as client:
+                peer, news = await subscribed(client, broker, stored=True)
                 await peer.send(data("news", "1", 1))
                 async for _ in news:
                     raise ZeroDivisionError
@@ -222,14 +248,14 @@ async def test_a_handler_that_raises_is_reported_and_delivery_goes_on(caplog: py
         if item.text == "3":
             done.set()
 
-    async with scripted_broker() as broker, client_of(broker, on_error=errors.append) as client:
-        async with doing(client.subscribe("news", handle)):
+    async with scripted_broker() as broker, client_of(broker, session="me", on_error=errors.append) as client:
+        async with doing(client.subscribe("news", handle, stored=True)):
             peer = await broker.peer()
             await peer.welcome()
         await peer.send(*(data("news", str(number), number) for number in (1, 2, 3)))
         await done.wait()
         interest_id = channel_interest("news").id
-        while await peer.read(Ack) != Ack({interest_id: 3}):
+        while await peer.read(Ack) != Ack({interest_id: at(3)}):
             pass
     assert seen == ["1", "3"]
     assert [type(error) for error in errors] == [ZeroDivisionError]
@@ -265,8 +291,8 @@ async def test_closing_cancels_a_handler_and_does_not_acknowledge_its_item() -> 
         await asyncio.get_running_loop().create_future()
 
     async with scripted_broker() as broker:
-        async with client_of(broker) as client:
-            async with doing(client.subscribe("news", handle)):
+        async with client_of(broker, session="me") as client:
+            async with doing(client.subscribe("news", handle, stored=True)):
                 peer = await broker.peer()
                 await peer.welcome()
             await peer.send(data("news", "1", 1))

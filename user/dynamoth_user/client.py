@@ -78,7 +78,8 @@ class Client:
     Args:
         urls: of brokers: ``wss://host/connect``. ``ws://`` is for tests: a token can be read on its way then.
         session: the name of this user on this device: up to 64 letters, digits, ``-`` and ``_``. None: the one in the
-            storage; without that, a random one.
+            storage; without that, a random one. A service that always has the same session, and a token of the same
+            user, continues where it was with stored subscriptions.
         token: for the broker, or a function that returns one for each connection and before the last one expires.
         storage: keeps session and positions between runs.
         ssl: for ``wss://``; None: certificates are checked as Python does by default.
@@ -110,6 +111,8 @@ class Client:
         if encoding not in CODECS:
             raise ConfigError(f"the encoding is one of {', '.join(CODECS)}, not {encoding!r}")
         self._session = session
+        #: Whether the next process of this application has the same session.
+        self._has_lasting_session = session is not None or storage is not None
         self._token = token
         self._storage = storage
         self._connections = ConnectionOptions(CODECS[encoding], ssl, proxy)
@@ -205,7 +208,9 @@ class Client:
         await self._next_move.wait()
         self._running()
 
-    async def subscribe(self, channel: str, handler: Handler | None = None, since: Since = None) -> Subscription:
+    async def subscribe(
+        self, channel: str, handler: Handler | None = None, since: Since = None, *, stored: bool = False
+    ) -> Subscription:
         """Subscribe to a channel, and wait until a broker has confirmed it.
 
         Args:
@@ -214,11 +219,15 @@ class Client:
                 subscription. If it raises, that is logged, and the next item follows.
             since: where to begin, if the channel has a log. None: behind what was handled, as the storage knows it;
                 without that, from now on. ``"new"``: from now on.
+            stored: let the brokers keep the position, for this session and the user of the token: a process that has
+                the same ones begins behind what was handled, on any machine. The channel needs a log, and the client
+                a token and a ``session``. At first it begins with what is published from now on. ``since`` may be a
+                position then, to begin there instead.
 
         If it is cancelled, there is no subscription. Raises RefusedError, ClientFailed, MalformedMessage (the name),
-        and ValueError (it is subscribed to already).
+        and ValueError (it is subscribed to already; ``stored`` with ``since`` "new", or without a lasting session).
         """
-        return await self._subscribe(channel_interest(channel), handler, since)
+        return await self._subscribe(channel_interest(channel), handler, since, stored=stored)
 
     async def subscribe_query(
         self,
@@ -226,9 +235,11 @@ class Client:
         params: Mapping[str, Scalar] | None = None,
         handler: Handler | None = None,
         since: Since = None,
+        *,
+        stored: bool = False,
     ) -> Subscription:
         """Subscribe to a standing query with parameters, as ``subscribe`` does to a channel."""
-        return await self._subscribe(query_interest(query, params or {}), handler, since)
+        return await self._subscribe(query_interest(query, params or {}), handler, since, stored=stored)
 
     async def publish(self, channel: str, payload: bytes | str) -> Position | None:
         """Publish on a channel; return its place if the channel has a log.
@@ -275,15 +286,21 @@ class Client:
             raise ClientFailed(*self._end)
         return self._engine
 
-    async def _subscribe(self, interest: Interest, handler: Handler | None, since: Since) -> Subscription:
+    async def _subscribe(
+        self, interest: Interest, handler: Handler | None, since: Since, *, stored: bool
+    ) -> Subscription:
         engine = self._running()
         if interest.id in self._subscriptions:
             raise ValueError(f"this client is subscribed to {interest.name!r} already")
+        if stored and since == "new":
+            raise ValueError("a stored subscription begins at a position, or at the stored one")
+        if stored and not self._has_lasting_session:
+            raise ValueError("a stored subscription needs the client's `session` or `storage`: the next process has it")
         assert self._saver is not None
-        begin = self._saver.state.positions.get(interest.id) if since is None else since
+        begin = self._saver.state.positions.get(interest.id) if since is None and not stored else since
         subscription = Subscription(self, interest, None if begin == "new" else begin)
         self._subscriptions[interest.id] = subscription
-        engine.handle(AddSubscription(interest, subscription.position))
+        engine.handle(AddSubscription(interest, subscription.position, stored))
         try:
             await subscription.confirmation
         except BaseException:

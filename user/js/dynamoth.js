@@ -119,7 +119,7 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  * | type | fields | |
  * | --- | --- | --- |
  * | `start` | | connect |
- * | `subscribe` | `sub`, `channel` or `query` and `params`, `since`? | `sub` is a number, used once |
+ * | `subscribe` | `sub`, `channel` or `query` and `params`, `since`?, `stored`? | `sub` is a number, used once |
  * | `unsubscribe` | `sub` | |
  * | `publish` | `id`, `channel`, `d` or `b` | answered by `published` or `publish_failed` |
  * | `opened` | `conn` | the WebSocket is open |
@@ -741,13 +741,16 @@ export class SessionMachine {
 
     // Subscriptions
 
-    #onSubscribe({ sub, channel, query, params, since }) {
+    #onSubscribe({ sub, channel, query, params, since, stored = false }) {
         const interest = channel === undefined ? { query, params: params ?? {} } : { channel };
         const key = interestKey(interest);
         if (since === "new") this.positions.delete(key);
-        const position = since === "new" ? null : copied(since ?? this.positions.get(key) ?? null);
+        const kept = stored ? null : this.positions.get(key);
+        const position = since === "new" ? null : copied(since ?? kept ?? null);
         const subscription = {
             id: sub, interest, key, position,
+            /** Whether brokers keep its position: only then it is acknowledged. */
+            stored,
             /** Logged: the last frame that was taken in. At `position` or ahead of it, by what is in the queue. */
             received: copied(position),
             former_epochs: [],
@@ -770,6 +773,7 @@ export class SessionMachine {
     #onUnsubscribe(sub) {
         const subscription = this.subscriptions.get(sub);
         if (!subscription) return;
+        if (subscription.stored) this.#acknowledge();
         this.#removeSubscription(subscription);
         if (this.positions.delete(subscription.key)) this.#saveSoon();
     }
@@ -798,7 +802,7 @@ export class SessionMachine {
         let link = connection.links.get(subscription.id);
         if (!link) {
             link = {
-                s: null, live: false, epoch: null, acked: -1,
+                s: null, live: false, epoch: null, acked: null,
                 /** Live, on the new connection: what waits for `bye`, and how many did not fit. */
                 held: [], held_lost: 0,
                 /** Logged: where a hole was read again last. */
@@ -808,10 +812,11 @@ export class SessionMachine {
             };
             connection.links.set(subscription.id, link);
         }
-        const since = copied(subscription.received) ?? "new";
+        const { stored } = subscription;
+        const since = copied(subscription.received) ?? (stored ? "stored" : "new");
         Object.assign(link, { ref, pending: true, since, failed: false });
         connection.refs.set(ref, { sub: subscription.id, key: subscription.key, in_connect });
-        return { ref, ...subscription.interest, since };
+        return { ref, ...subscription.interest, since, ...(stored ? { stored } : {}) };
     }
 
     /** End a subscription's links, on all connections. */
@@ -845,6 +850,7 @@ export class SessionMachine {
         if (link.live) this.#onSubscribedLive(subscription);
         else this.#onSubscribedLogged(link, subscription, frame);
         this.#leaveIfReady();
+        if (!this.timers.has("ack")) this.#acknowledge(); // The former broker may not have stored the position.
     }
 
     /** The application unsubscribed before the name of the interest was known. */
@@ -870,9 +876,12 @@ export class SessionMachine {
     }
 
     #onSubscribedLogged(link, subscription, frame) {
+        subscription.live = false;
+        link.went_back = frame.epoch === link.since.epoch && frame.offset < link.since.offset;
+        if (frame.recovered === false && link.since === "stored") return; // The gap that follows says where it begins.
         if (subscription.received === null) {
             subscription.received = { epoch: frame.epoch, offset: frame.offset };
-            link.acked = frame.offset;
+            link.acked = copied(subscription.received);
             if (subscription.missed) {
                 this.#enqueueLive(subscription, { type: "gap", reason: "reconnected", ...subscription.received });
             } else if (subscription.queue.length === 0) {
@@ -880,9 +889,6 @@ export class SessionMachine {
             }
             subscription.missed = false;
         }
-        subscription.live = false;
-        link.went_back = frame.epoch === link.since.epoch && frame.offset < link.since.offset;
-        if (subscription.position?.epoch === frame.epoch) link.acked = subscription.position.offset;
     }
 
     #retryLater(subscription, retry_after_s) {
@@ -920,7 +926,9 @@ export class SessionMachine {
 
     #onLoggedData(connection, link, subscription, item, offset) {
         const received = subscription.received;
-        if (link.epoch !== received.epoch) {
+        if (received === null) {
+            this.#onBadFrame(connection, "data before the gap at its beginning");
+        } else if (link.epoch !== received.epoch) {
             if (!this.#isFormer(subscription, link.epoch)) this.#onHole(connection, link, subscription);
         } else if (offset > received.offset + 1) {
             this.#onHole(connection, link, subscription);
@@ -981,14 +989,14 @@ export class SessionMachine {
         link.epoch = item.epoch;
         const { received, former_epochs } = subscription;
         if (this.#isFormer(subscription, item.epoch)) return;
-        if (item.epoch === received.epoch) {
+        if (item.epoch === received?.epoch) {
             // Otherwise a gap about what was received before is a copy.
             if (!link.went_back && item.offset <= received.offset) return;
             if (!link.went_back && item.from !== undefined) item.from = received.offset + 1;
             link.went_back = false;
         }
         if (this.#pauseIfFull(subscription)) return;
-        if (item.epoch !== received.epoch) {
+        if (received !== null && item.epoch !== received.epoch) {
             former_epochs.push(received.epoch);
             if (former_epochs.length > FORMER_EPOCHS_MAX) former_epochs.shift();
         }
@@ -1100,17 +1108,17 @@ export class SessionMachine {
         this.#act("save", { state: { session: this.session, generation: this.generation, positions } });
     }
 
-    /** Send the positions that have moved, and do so again after `ack_s` if there were any. */
+    /** Send the positions of stored subscriptions that have moved, and do so again after `ack_s` if there were any. */
     #acknowledge() {
         const connection = this.#main();
         if (connection?.phase !== "connected") return;
         const p = {};
         for (const [sub, link] of connection.links) {
-            const { position } = this.subscriptions.get(sub);
-            if (link.s === null || position === null || position.epoch !== link.epoch) continue;
-            if (position.offset <= link.acked) continue;
-            link.acked = position.offset;
-            p[link.s] = position.offset;
+            const { position, stored } = this.subscriptions.get(sub);
+            if (!stored || link.s === null || position === null || position.epoch !== link.epoch) continue;
+            if (position.epoch === link.acked?.epoch && position.offset <= link.acked.offset) continue;
+            link.acked = copied(position);
+            p[link.s] = copied(position);
         }
         if (Object.keys(p).length === 0) return;
         this.#send(connection, { type: "ack", p });
@@ -1478,6 +1486,9 @@ export class Dynamoth extends EventTarget {
      * @param {object} [options]
      * @param {Position | "new"} [options.since] where delivery begins; by default behind the stored position, and if
      *     there is none from now on
+     * @param {boolean} [options.stored] brokers keep the position, for this session and the user of the token: a client
+     *     that has the same ones begins behind what was handled, on any device. The channel needs a log, and the client
+     *     a token. At first it begins with what is published from now on. `since` may only be a position then
      * @param {(gap: Gap, subscription: Subscription) => any} [options.onGap] called in place of missing publications;
      *     as with `handler`, the next publication waits for it
      * @param {(error: DynamothError, subscription: Subscription) => void} [options.onError] with `retry` `never` the
@@ -1486,12 +1497,13 @@ export class Dynamoth extends EventTarget {
      * @throws {TypeError} for parameters that no broker takes
      * @throws {DynamothError} `duplicate` for an interest that is subscribed to, `closed` after the end
      */
-    subscribe(interest, handler, { since, onGap, onError } = {}) {
+    subscribe(interest, handler, { since, stored = false, onGap, onError } = {}) {
         const key = interestKey(interest);
         if (typeof handler !== "function") throw new TypeError("handler must be a function");
         if (since !== undefined && since !== "new" && !(isText(since?.epoch) && isCount(since.offset))) {
             throw new TypeError('since must be "new" or a position {epoch, offset}');
         }
+        if (stored && since === "new") throw new TypeError("a stored subscription does not begin with what is new");
         this.#refuseWhenEnded();
         if (this.#ids.has(key)) {
             const message = "there is a subscription of this interest; a client has at most one";
@@ -1504,7 +1516,8 @@ export class Dynamoth extends EventTarget {
         const subscription = new Subscription(this.#actions(id), copy);
         this.#subscriptions.set(id, { subscription, key, handler, onGap, onError });
         this.#ids.set(key, id);
-        this.#feed({ type: "subscribe", sub: id, ...copy, ...(since === undefined ? {} : { since }) });
+        const options = { ...(since === undefined ? {} : { since }), ...(stored ? { stored } : {}) };
+        this.#feed({ type: "subscribe", sub: id, ...copy, ...options });
         return subscription;
     }
 

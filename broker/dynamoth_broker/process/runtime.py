@@ -48,6 +48,7 @@ from dynamoth_broker.events import (
     Refreshed,
     ResourcesMeasured,
     Stop,
+    Stopped,
     SubscribeChannel,
     Transmit,
     UnsubscribeChannel,
@@ -69,6 +70,9 @@ from dynamoth_link.options import LinkOptions
 
 CONNECT_TIMEOUT_S = 10.0
 """A connection sends its ``connect`` within this time."""
+
+SAVE_S_MAX = 2.0
+"""A broker that ends waits this long for log servers to confirm what users have acknowledged."""
 
 LAG_INTERVAL_S = 0.5
 """The lag of the event loop is measured this often."""
@@ -160,6 +164,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self._has_streams = False
         #: Set while no user is connected.
         self._is_empty = asyncio.Event()
+        self._has_stopped = asyncio.Event()
         self._lag_s = 0.0
         #: How much of the processor the event loop takes, lately.
         self._busy_ratio = 0.0
@@ -233,6 +238,9 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 async with asyncio.timeout(config.drain_s):
                     await self._is_empty.wait()
         self._driver.handle(Stop())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SAVE_S_MAX):
+                await self._has_stopped.wait()
         self.end()
 
     async def _measure_lag(self) -> None:
@@ -275,6 +283,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._subscriptions.raise_barrier(channel)
             case PublishMessage(channel, payload, token):
                 self._subscriptions.publish(channel, payload, token)
+            case Stopped():
+                self._has_stopped.set()
             case LogLinkChanged(server, None):
                 self._log.write(logging.INFO, "connected to a log server", server=server, limited=True)
             case LogLinkChanged(server, reason):

@@ -1,6 +1,6 @@
 """Brokers, logs and Dynamoth clients with one remedy switched off, and the scenario that must fail then.
 
-``mutations_of_users`` has those of the end user's client.
+``mutations_of_users`` has those of the end user's client, ``mutations_of_positions`` those of stored positions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dynamoth_broker.subscribing import Subscribing
 from dynamoth_broker.users import Users
 from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import BarrierPassed
+from dynamoth_sim.edge.mutations_of_positions import CHECKS_OF_POSITIONS
 from dynamoth_sim.edge.mutations_of_users import CHECKS_OF_USERS
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
 
@@ -406,5 +407,6 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-slow-user-moves", bye_before_gaps, "G5"),
     Check("edge-drained", users_are_asked_once, "expected"),
     *CHECKS_OF_USERS,
+    *CHECKS_OF_POSITIONS,
 )
 """Every mutation of the edge, with the scenario that must fail under it."""

@@ -15,7 +15,6 @@ from dynamoth_sim.edge.users import UserApp
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, SHORT_USER_OPTIONS, EdgeOptions, EdgeWorld
 from dynamoth_sim.load.clients import Client
 from dynamoth_sim.world.world import World
-from dynamoth_user.machine.events import AddSubscription
 
 HOLD_S_MAX = 1.5
 RECOVERY_S = 4.0
@@ -70,7 +69,9 @@ EDGE_PROFILES = {
     profile.name: profile
     for profile in (
         EdgeProfile(name="edge-calm", moves_channels=False),
-        EdgeProfile(name="edge-moves", faults=(*PLANNED, "pause broker", "pause user"), edge=PATIENT),
+        EdgeProfile(
+            name="edge-moves", faults=(*PLANNED, "pause broker", "pause user"), edge=replace(PATIENT, stored_users=2)
+        ),
         EdgeProfile(
             name="edge-balanced",
             faults=(*PLANNED, *COORDINATOR_FAULTS, "pause broker", "pause user"),
@@ -92,7 +93,7 @@ EDGE_PROFILES = {
             name="edge-crashes",
             faults=(*PLANNED, *CRASHES, "slow user", "pause broker", "pause user", "lose publication"),
             losses_allowed=True,
-            edge=EdgeOptions(unread_max=100),
+            edge=EdgeOptions(unread_max=100, stored_users=3),
         ),
         EdgeProfile(
             name="edge-logs",
@@ -104,7 +105,7 @@ EDGE_PROFILES = {
             name="edge-retention",
             faults=(*PLANNED, *CRASHES),
             losses_allowed=True,
-            edge=EdgeOptions(logs_may_fail=True, retained_min=8),
+            edge=EdgeOptions(logs_may_fail=True, retained_min=8, stored_users=2),
         ),
     )
 }
@@ -234,7 +235,7 @@ class EdgeChaos:
         if missing and user.process is not None and not user.process.paused:
             interest = self._random.choice(missing)
             user.interests.append(interest)
-            user.process.handle(AddSubscription(interest))
+            user.subscribe(interest)
 
     def _leave(self) -> None:
         user = self._random.choice(self._edge.users)
@@ -389,7 +390,8 @@ class _Workload:
         every = [*edge.logged, *edge.live]
         for number in range(USERS):
             interests = random.sample(every, random.randint(1, len(every)))
-            self._start(edge.add_user(f"u{number}", interests))
+            is_stored = number < edge.options.stored_users
+            self._start(edge.add_user(f"u{number}", interests, is_stored=is_stored))
         for number in range(PUBLISHERS):
             user = edge.add_user(f"v{number}", [random.choice(edge.logged)])
             self._publishers.append(user)

@@ -39,6 +39,9 @@ from dynamoth_user.machine.events import (
 )
 from dynamoth_user.machine.machine import UserMachine
 
+USER = "user"
+"""The user whom all tokens name; sessions differ."""
+
 HANDLE_S_MAX = 0.01
 """The longest time that an application takes for one publication."""
 
@@ -60,28 +63,42 @@ class Edge(Protocol):
         """Return the audit for an interest."""
         ...
 
+    def stored_position(self, session: str, interest: Interest) -> Position | None:
+        """Return the position that the log server has for a session."""
+        ...
+
 
 class UserApp:
     """One end user: an application with a store for its positions, which outlives it.
+
+    If it *is stored*, brokers have this store, and a new process has nothing but the name of its session.
 
     Args:
         edge: where brokers are.
         options: of the client; its session and generation are replaced.
         interests: what it subscribes to.
+        is_stored: whether its subscriptions to logged interests are stored.
 
     """
 
-    def __init__(self, edge: Edge, name: str, options: UserOptions, interests: list[Interest]) -> None:
+    def __init__(
+        self, edge: Edge, name: str, options: UserOptions, interests: list[Interest], *, is_stored: bool = False
+    ) -> None:
         self.edge = edge
         self.world = edge.world
         self.name = name
         self._options = options
         self.interests = interests
+        self.is_stored = is_stored
         self.process: Process | None = None
         self.wires: dict[int, Wire] = {}
         #: What survives a crash: positions of logged interests that were handled, and the generation.
         self._stored: dict[str, Position] = {}
         self._generation = 0
+        #: When it died or left last: what it had handled, and what brokers had stored. How much came again since.
+        self._handled_before: dict[str, Position] = {}
+        self._stored_before: dict[str, Position] = {}
+        self.repeated = 0
         self._queue: deque[Deliver | DeliverGap] = deque()
         self._is_handling = False
         #: How often it was started.
@@ -121,7 +138,14 @@ class UserApp:
         )
         self.process.start()
         for interest in self.interests:
-            self.process.handle(AddSubscription(interest, self._stored.get(interest.id)))
+            self.subscribe(interest)
+
+    def subscribe(self, interest: Interest) -> None:
+        """Subscribe to one of its interests."""
+        assert self.process is not None
+        is_stored = self.is_stored and self.edge.is_logged(interest)
+        since = None if is_stored else self._stored.get(interest.id)
+        self.process.handle(AddSubscription(interest, since, is_stored))
 
     def crash(self) -> None:
         """End at once. Positions that were handled stay; what it had of live interests is lost."""
@@ -136,9 +160,33 @@ class UserApp:
         self.confirmed.clear()
         now = self.world.now
         for interest in self.interests:
+            self._note_end(interest)
             if interest.id not in self._stored:
                 self.edge.audit_of(interest).ended(self._subscriber(interest), interest.name.encode(), now)
         self._end_publish(failed=True)
+
+    def _note_end(self, interest: Interest) -> None:
+        if not self.is_stored or not self.edge.is_logged(interest):
+            return
+        for kept, position in (
+            (self._handled_before, self._stored.get(interest.id)),
+            (self._stored_before, self.edge.stored_position(self.name, interest)),
+        ):
+            if position is not None:
+                kept[interest.id] = position
+
+    def _check_beginning(self, interest: Interest, position: Position) -> None:
+        """Check that a new process does not begin before what was stored for the former one."""
+        stored = self._stored_before.get(interest.id)
+        if stored is not None and stored.epoch == position.epoch and position.offset < stored.offset:
+            self.problems.append(f"{self.name} begins {interest.name} at {position}, though {stored} was stored")
+
+    def _is_repeated(self, interest: Interest, position: Position | None) -> bool:
+        """Tell whether a former process has handled a publication, without a stored acknowledgement."""
+        before = self._handled_before.get(interest.id)
+        if before is None or position is None:
+            return False
+        return before.epoch == position.epoch and position.offset <= before.offset
 
     def _subscriber(self, interest: Interest) -> str:
         """Return the audit's name: what a new life gets of live interests, it has never had."""
@@ -149,6 +197,7 @@ class UserApp:
         assert self.process is not None
         self.interests.remove(interest)
         self.confirmed.pop(interest.id, None)
+        self._note_end(interest)
         self._stored.pop(interest.id, None)
         channel, audit = interest.name.encode(), self.edge.audit_of(interest)
         audit.ending(self._subscriber(interest), channel)
@@ -227,6 +276,7 @@ class UserApp:
         self.confirmed[interest.id] = None
         if position is not None:
             self._stored.setdefault(interest.id, position)
+            self._check_beginning(interest, position)
         self._note("is confirmed", interest)
         self.edge.audit_of(interest).confirmed(self._subscriber(interest), interest.name.encode(), self.world.now)
 
@@ -247,7 +297,11 @@ class UserApp:
         item = self._queue.popleft()
         now, interest = self.world.now, item.interest
         channel, audit = interest.name.encode(), self.edge.audit_of(interest)
-        if isinstance(item, Deliver):
+        is_repeated = isinstance(item, Deliver) and self._is_repeated(interest, item.position)
+        if is_repeated:
+            self.repeated += 1
+            self._note(f"handles {item.position} again", interest)
+        elif isinstance(item, Deliver):
             publisher, number = read_payload(item.payload)
             self.world.trace.add((now, "DELIVERS", self.name, None, channel, item.payload, None))
             audit.delivered(self._subscriber(interest), channel, publisher, number, now)
@@ -255,7 +309,8 @@ class UserApp:
             self._note(f"GAP {item.first}-{item.last}: {item.reason}", interest)
             audit.gap(self._subscriber(interest), channel, None, None, now, item.reason)
         if item.position is not None:
-            self._stored[interest.id] = item.position
+            if not is_repeated:
+                self._stored[interest.id] = item.position
             self.process.handle(Handled(interest, item.position))
         self._handle_next()
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dynamoth.edge.interests import Interest, channel_interest
-from dynamoth.edge.log import LogOptions
+from dynamoth.edge.log import LogOptions, log_server
+from dynamoth.edge.positions import parse_found, position_key
+from dynamoth.edge.publications import Position
 from dynamoth.plan.plan import Server
 from dynamoth_broker.coordinator.machine import CoordinatorMachine
 from dynamoth_broker.coordinator.settings import CoordinatorOptions
@@ -14,7 +16,7 @@ from dynamoth_broker.events import BrokerOptions
 from dynamoth_sim.audit import Audit, Violation
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.edge.brokers import BrokerApp
-from dynamoth_sim.edge.users import UserApp
+from dynamoth_sim.edge.users import USER, UserApp
 from dynamoth_sim.edge.wires import Wire
 from dynamoth_sim.world.network import Delays
 from dynamoth_sim.world.process import Process
@@ -97,6 +99,8 @@ class EdgeOptions:
     #: Whether publications of logged interests may be lost, with a gap: where their servers fail.
     logs_may_fail: bool = False
     retained_min: int = 1000
+    #: Users of random worlds whose positions brokers keep.
+    stored_users: int = 0
     #: Frames that may wait for a user.
     unread_max: int = 1000
     broker: BrokerOptions = field(default_factory=lambda: SHORT_BROKER_OPTIONS)
@@ -158,13 +162,15 @@ class EdgeWorld:
             log=LogOptions(self.options.retained_min),
         )
 
-    def add_user(self, name: str, interests: list[Interest], first: str | None = None) -> UserApp:
+    def add_user(
+        self, name: str, interests: list[Interest], first: str | None = None, *, is_stored: bool = False
+    ) -> UserApp:
         """Add a user; the caller starts it. ``first`` is the broker that it tries first."""
         urls = list(self.brokers)
         self.world.random.shuffle(urls)
         if first is not None:
             urls = [f"wss://{first}", *(url for url in urls if url != f"wss://{first}")]
-        user = UserApp(self, name, replace(self.options.user, urls=tuple(urls)), interests)
+        user = UserApp(self, name, replace(self.options.user, urls=tuple(urls)), interests, is_stored=is_stored)
         self.users.append(user)
         return user
 
@@ -181,6 +187,12 @@ class EdgeWorld:
     def is_logged(self, interest: Interest) -> bool:
         """Return whether an interest has a log."""
         return interest.name in self.options.logged
+
+    def stored_position(self, session: str, interest: Interest) -> Position | None:
+        """Return the position that the log server has for a session."""
+        server = self.logs[log_server(interest.id, tuple(self.logs))]
+        found = server.execute("audit", b"GET", position_key(interest.id, USER, session))
+        return None if found is None else parse_found([found, 0])[0]
 
     def delays(self) -> Delays:
         """Return the delays of one direction of a user's connection."""

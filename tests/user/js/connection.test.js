@@ -331,7 +331,7 @@ test("a token is asked for once at a time, and not used after its end", () => {
 });
 
 test("the end clears all timers", () => {
-    const driver = logged();
+    const driver = logged({ stored: true });
     driver.data(1, 11);
     const cleared = only(driver.do("close"), "clear_timer").map(({ timer }) => timer);
     assert.deepEqual(cleared.sort(), ["ack", "save", "silence:1"]);

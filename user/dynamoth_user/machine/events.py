@@ -53,10 +53,14 @@ class TokenReady:
 
 @dataclass(slots=True)
 class AddSubscription:
-    """Event: the application subscribes. ``since`` None: to what is published from now on."""
+    """Event: the application subscribes. ``since`` None: to what is published from now on.
+
+    If it is *stored*, brokers keep its position, and ``since`` None is that position.
+    """
 
     interest: Interest
     since: Position | None = None
+    is_stored: bool = False
 
 
 @dataclass(slots=True)

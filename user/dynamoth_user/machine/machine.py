@@ -125,10 +125,10 @@ class UserMachine:
                 return self._on_closed(number, code, reason, now)
             case TokenReady():
                 return self._on_token(event, now)
-            case AddSubscription(interest, since):
-                return self._add(interest, since)
+            case AddSubscription():
+                return self._add(event)
             case RemoveSubscription(interest):
-                return self._remove(interest)
+                return self._remove(interest, now)
             case PublishMessage():
                 return self._publications.publish(event)
             case ForgetPublication(token):
@@ -242,7 +242,7 @@ class UserMachine:
             case Gap():
                 return self._on_gap(connection, frame)
             case Subscribed():
-                return self._on_subscribed(connection, frame)
+                return self._on_subscribed(connection, frame, now)
             case Connected():
                 return self._on_connected(connection, frame, now)
             case Ping():
@@ -319,11 +319,12 @@ class UserMachine:
 
     # Subscriptions.
 
-    def _add(self, interest: Interest, since: Position | None) -> list[UserAction]:
+    def _add(self, event: AddSubscription) -> list[UserAction]:
+        interest, since = event.interest, event.since
         if interest.id in self.subscriptions:
             return []
         subscription = self.subscriptions[interest.id] = UserSubscription(
-            interest, since, handled=since, acknowledged=since
+            interest, since, is_stored=event.is_stored, handled=since
         )
         subscription.awaits_old = self._connections.of_role(Role.CANDIDATE) is not None
         return [
@@ -332,21 +333,24 @@ class UserMachine:
             if each.is_asked and each.role is not Role.LEAVING
         ]
 
-    def _remove(self, interest: Interest) -> list[UserAction]:
-        if self.subscriptions.pop(interest.id, None) is None:
+    def _remove(self, interest: Interest, now: float) -> list[UserAction]:
+        if interest.id not in self.subscriptions:
             return []
+        last_ack = self._acknowledge(now) if self.subscriptions[interest.id].is_stored else []
+        del self.subscriptions[interest.id]
         asked = [each for each in self.connections.values() if each.is_asked]
         for connection in asked:
             connection.epochs.pop(interest.id, None)
             # An answer that is under way is not one to a later subscription to the same interest.
             connection.asked = {ref: each for ref, each in connection.asked.items() if each.id != interest.id}
         return [
+            *last_ack,
             *(SendFrame(each.number, Unsubscribe(interest.id)) for each in asked),
             *self._migration.complete(),
             *self._migration.close_old_if_done(),
         ]
 
-    def _on_subscribed(self, connection: Connection, frame: Subscribed) -> list[UserAction]:
+    def _on_subscribed(self, connection: Connection, frame: Subscribed, now: float) -> list[UserAction]:
         interest = connection.asked.pop(frame.ref, None)
         subscription = None if interest is None else self.subscriptions.get(interest.id)
         if subscription is None or frame.s != subscription.interest.id:
@@ -354,16 +358,19 @@ class UserMachine:
         position = frame.position
         connection.epochs[frame.s] = None if position is None else position.epoch
         subscription.is_live = position is None
+        if subscription.received is None and frame.recovered:  # else the gap that follows says where it begins
+            subscription.received = subscription.handled = subscription.acknowledged = position
+            subscription.acknowledged_over = connection.number
         actions: list[UserAction] = []
         if not subscription.is_confirmed:
             subscription.is_confirmed = True
-            if subscription.received is None:
-                subscription.received = subscription.handled = subscription.acknowledged = position
             actions.append(Confirmed(subscription.interest, position))
         elif subscription.is_live and subscription.is_interrupted:
             actions.append(DeliverGap(subscription.interest, RECONNECTED))
         if subscription.is_live:
             subscription.is_interrupted = False
+        if subscription.is_stored:  # the former broker may have died before it stored what was acknowledged
+            self._acknowledge_later(now)
         return [*actions, *self._migration.complete()]
 
     def _on_data(self, connection: Connection, frame: Data) -> list[UserAction]:
@@ -399,7 +406,10 @@ class UserMachine:
         if position is None:
             return [DeliverGap(interest, frame.reason, count=frame.count)]
         connection.epochs[frame.s] = position.epoch
-        if received is None or position.epoch in subscription.past_epochs:
+        if received is None:  # the log does not have everything behind the stored position
+            subscription.received = position
+            return [DeliverGap(interest, frame.reason, frame.first, frame.last, position=position)]
+        if position.epoch in subscription.past_epochs:
             return []
         if position.epoch != received.epoch:
             subscription.past_epochs.add(received.epoch)
@@ -417,24 +427,34 @@ class UserMachine:
         if subscription is None:
             return []
         subscription.handled = position
+        if subscription.is_stored:
+            self._acknowledge_later(now)
+        return []
+
+    def _acknowledge_later(self, now: float) -> None:
         if not self._ack_due:
             self._ack_due = True
             self._timers.add(now + self._ack_s, self._acknowledge)
-        return []
 
     def _acknowledge(self, now: float) -> list[UserAction]:
+        """Say what was handled of stored subscriptions, if the serving broker was not told yet."""
         self._ack_due = False
+        stored = [each for each in self.subscriptions.values() if each.is_stored]
+        if stored and self._connections.of_role(Role.CANDIDATE) is not None:
+            self._acknowledge_later(now)  # the new broker is told, too
         serving = self.serving
         if serving is None or not serving.is_up:
             return []
-        offsets: dict[str, int] = {}
-        for id_, subscription in self.subscriptions.items():
-            handled = subscription.handled
-            if handled in (None, subscription.acknowledged) or handled.epoch != serving.epochs.get(id_):
+        positions: dict[str, Position] = {}
+        for subscription in stored:
+            id_, handled = subscription.interest.id, subscription.handled
+            if handled is None or handled.epoch != serving.epochs.get(id_):
                 continue
-            offsets[id_] = handled.offset
-            subscription.acknowledged = handled
-        return [SendFrame(serving.number, Ack(offsets))] if offsets else []
+            if handled == subscription.acknowledged and serving.number == subscription.acknowledged_over:
+                continue
+            positions[id_] = handled
+            subscription.acknowledged, subscription.acknowledged_over = handled, serving.number
+        return [SendFrame(serving.number, Ack(positions))] if positions else []
 
     def positions(self) -> dict[str, Position]:
         """Return the position of each logged subscription that the application has handled, by interest id."""

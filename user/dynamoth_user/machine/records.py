@@ -76,9 +76,12 @@ class UserSubscription:
     received: Position | None
     #: Lives of the log that are over.
     past_epochs: set[int] = field(default_factory=set[int])
-    #: Up to where the application has handled it, and what was acknowledged.
+    #: Whether brokers keep its position: it begins there, and what was handled is acknowledged.
+    is_stored: bool = False
+    #: Up to where the application has handled it; what was acknowledged, and over which connection.
     handled: Position | None = None
     acknowledged: Position | None = None
+    acknowledged_over: int = 0
     is_confirmed: bool = False
     #: Known from the first confirmation on.
     is_live: bool | None = None
@@ -92,4 +95,4 @@ class UserSubscription:
 
     def wanted(self, ref: int) -> Wanted:
         """Return what a broker is asked for."""
-        return Wanted(ref, self.interest, self.received)
+        return Wanted(ref, self.interest, self.received, self.is_stored)
