@@ -58,18 +58,14 @@ from dynamoth_broker.events import (
     Transmit,
     Writable,
 )
-from dynamoth_broker.interests import SharedInterest
 from dynamoth_broker.logs import Logs
 from dynamoth_broker.moves import Moves
 from dynamoth_broker.positions import Positions
 from dynamoth_broker.publishing import Publishing
 from dynamoth_broker.sessions import Session
 from dynamoth_broker.subscribing import Subscribing
+from dynamoth_broker.tips import TipChecks
 from dynamoth_broker.users import Users
-
-TIP_CHECKS_AT_ONCE = 100
-TIP_CHECK_PARTS_MAX = 50
-"""The logs of more interests are read in portions, so that very many do not hold up deliveries."""
 
 
 class BrokerMachine:
@@ -92,10 +88,7 @@ class BrokerMachine:
         self.users = Users(options, self._subscribing, self._delivery, self.control, *shared)
         self.sessions = self.users.sessions
         self.moves = Moves(self.users, self._delivery, options, *shared, self.control)
-        #: Interests whose logs are still to be read in this round of tip checks, and in what portions.
-        self._to_check: list[SharedInterest] = []
-        self._check_interval_s = options.tip_check_s
-        self._checks_at_once = 0
+        self._tips = TipChecks(options.tip_check_s, self.interests, self.logs, self._delivery, *shared)
         #: Whether ``Stopped`` is still to follow.
         self._is_stopping = False
 
@@ -156,7 +149,7 @@ class BrokerMachine:
                 self._is_stopping = True
                 return [*self.users.stop(now), *self.positions.flush(now)]
             case Start():
-                self._timers.add(now + self._options.tip_check_s, self._check_tips)
+                self._tips.start(now)
                 self.users.start(now)
                 return [*self.logs.start(), *self.control.start(now)]
             case Tick():
@@ -245,19 +238,6 @@ class BrokerMachine:
             if shared is not None:
                 shared.arrived_bytes += len(payload)
                 actions += delivery.on_publication(shared, payload, now)
-        return actions
-
-    def _check_tips(self, now: float) -> Sequence[BrokerAction]:
-        """Compare a part of the interests with their logs: all of them in ``tip_check_s``, but not at once."""
-        if not self._to_check:
-            self._to_check = [shared for shared in self.interests if shared.is_logged]
-            parts = min(TIP_CHECK_PARTS_MAX, 1 + len(self._to_check) // TIP_CHECKS_AT_ONCE)
-            self._check_interval_s = self._options.tip_check_s / parts
-            self._checks_at_once = -(-len(self._to_check) // parts)
-        self._timers.add(now + self._check_interval_s, self._check_tips)
-        actions: list[BrokerAction] = []
-        for _ in range(min(self._checks_at_once, len(self._to_check))):
-            actions += self._delivery.read_behind_tip(self._to_check.pop(), now)
         return actions
 
     def check(self) -> None:

@@ -87,6 +87,20 @@ return reply
 )
 """Reads up to ``count`` publications behind an offset. It writes, as reading a lost log begins its next epoch."""
 
+TIPS_SCRIPT = b"""redis.replicate_commands()
+local reply = {}
+for i = 1, #KEYS, 2 do
+  local meta = redis.call('HMGET', KEYS[i], 'run', 'epoch', 'offset')
+  redis.call('PEXPIRE', KEYS[i], ARGV[2])
+  redis.call('PEXPIRE', KEYS[i + 1], ARGV[2])
+  local is_lost = not meta[2] or (ARGV[1] ~= '' and meta[1] ~= ARGV[1])
+  reply[#reply + 1] = is_lost and '' or meta[2]
+  reply[#reply + 1] = is_lost and 0 or tonumber(meta[3])
+end
+return reply
+"""
+"""Returns epoch and last offset of many logs; no epoch for one that is new, or lost: reading it begins the next."""
+
 TTL_S = 7 * 24 * 3600.0
 """A log that nobody has written or read for this time is forgotten."""
 
@@ -178,6 +192,13 @@ def read_command(
     )  # fmt: skip
 
 
+def tips_command(interest_ids: Sequence[str], run_id: str, options: LogOptions) -> tuple[CommandPart, ...]:
+    """Return the command that reads the tips of many logs at one server, and keeps them from being forgotten."""
+    keys = [key for interest_id in interest_ids for key in log_keys(interest_id)]
+    run, _, ttl = begin_arguments(run_id, 0, options)
+    return (b"EVAL", TIPS_SCRIPT, b"%d" % len(keys), *keys, run, ttl)
+
+
 def begin_arguments(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, bytes, bytes]:
     """Return the first arguments of every script that begins with ``BEGIN``."""
     return b"" if options.durable else run_id.encode(), b"%016x" % new_epoch, b"%d" % round(options.ttl_s * 1000)
@@ -201,6 +222,21 @@ def parse_page(reply: Any) -> LogPage:
     return LogPage(_read_epoch(epoch), int(tip), int(first), entries)
 
 
+@parser("the reply of a log's server")
+def parse_tips(reply: Any, count: int) -> list[tuple[int | None, int]]:
+    """Read the reply of ``tips_command`` for ``count`` logs: epoch (None: it is new, or lost) and last offset of each.
+
+    Raises MalformedMessage.
+    """
+    values = read_array(reply)
+    if len(values) != 2 * count:
+        raise MalformedMessage(f"the tips of {count} logs expected, not {len(values)} values")
+    return [
+        (None if epoch == b"" else _read_epoch(epoch), int(offset))
+        for epoch, offset in zip(values[::2], values[1::2], strict=True)
+    ]
+
+
 def _read_epoch(value: Any) -> int:
     if not isinstance(value, bytes) or len(value) != 16:
         raise MalformedMessage(f"an epoch has 16 digits, not {shortened(value)}")
@@ -209,7 +245,7 @@ def _read_epoch(value: Any) -> int:
 
 def is_script(words: Sequence[bytes]) -> bool:
     """Tell whether a command is a script of this module."""
-    return len(words) > 1 and words[0] == b"EVAL" and words[1] in (APPEND_SCRIPT, READ_SCRIPT)
+    return len(words) > 1 and words[0] == b"EVAL" and words[1] in (APPEND_SCRIPT, READ_SCRIPT, TIPS_SCRIPT)
 
 
 def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
@@ -217,6 +253,8 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
 
     ``execute`` gets the words of a command (HMGET, HSET, DEL, PEXPIRE, XADD, XRANGE) and returns its reply.
     """
+    if words[1] == TIPS_SCRIPT:
+        return _evaluate_tips(words, execute)
     epoch, offset, term_text, executed, executed_at = evaluate_begin(words, execute)
     meta_key, stream_key = words[3:5]
     arguments = words[5:]
@@ -237,6 +275,19 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     if execution > 0:
         execute(b"HSET", meta_key, b"execution", b"%d" % execution, b"executed_at", b"%d" % offset)
     return [epoch, offset, 1]
+
+
+def _evaluate_tips(words: Sequence[bytes], execute: Callable[..., Any]) -> list[Any]:
+    count = int(words[2])
+    keys, (run_id, ttl_ms) = words[3 : 3 + count], words[3 + count :]
+    reply: list[Any] = []
+    for meta_key, stream_key in zip(keys[::2], keys[1::2], strict=True):
+        run, epoch, offset = execute(b"HMGET", meta_key, b"run", b"epoch", b"offset")
+        execute(b"PEXPIRE", meta_key, ttl_ms)
+        execute(b"PEXPIRE", stream_key, ttl_ms)
+        is_lost = epoch is None or (run_id and run != run_id)
+        reply += [b"", 0] if is_lost else [epoch, int(offset)]
+    return reply
 
 
 def evaluate_begin(

@@ -30,6 +30,7 @@ from dynamoth.edge.frames import (
     Wanted,
 )
 from dynamoth.edge.interests import Interest, channel_interest, query_interest
+from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, Replied, Send, Start
 from dynamoth_broker.events import (
@@ -439,8 +440,26 @@ def test_tips_are_compared_now_and_then() -> None:
     broker = Broker(replace(NO_PINGS, tip_check_s=5.0))
     broker.open(1)
     broker.joined(1)
-    [read] = reads(broker.pass_time(5.0))
+    [tips] = reads(broker.pass_time(5.0))
+    [read] = reads(broker.tell(Replied(LOG, tips.tag, [b"%016x" % EPOCH, 1])))
     assert offsets(broker.page(read, 1, 1), 1) == [1]
+    [tips] = reads(broker.pass_time(5.0))
+    assert broker.tell(Replied(LOG, tips.tag, [b"%016x" % EPOCH, 1])) == []
+    [tips] = reads(broker.pass_time(5.0))
+    [read] = reads(broker.tell(Replied(LOG, tips.tag, [b"", 0])))  # the log is lost
+    assert frames(broker.page(read, 0, epoch=EPOCH + 1), 1) == [
+        Gap(LOGGED.id, "log_lost", 2, None, Position(EPOCH + 1, 0))
+    ]
+
+
+@pytest.mark.parametrize("reply", [[b"%016x" % EPOCH], [b"x", 1], ErrorReply("NOPERM"), 7])
+def test_tips_that_cannot_be_read_are_compared_in_the_next_round(reply: Any) -> None:
+    broker = Broker(replace(NO_PINGS, tip_check_s=5.0))
+    broker.open(1)
+    broker.joined(1)
+    [tips] = reads(broker.pass_time(5.0))
+    assert broker.tell(Replied(LOG, tips.tag, reply)) == []
+    assert len(reads(broker.pass_time(5.0))) == 1
 
 
 def test_tips_of_many_interests_are_compared_in_portions() -> None:
@@ -452,8 +471,9 @@ def test_tips_of_many_interests_are_compared_in_portions() -> None:
         [read] = reads(broker.tell(ChannelConfirmed(interest.log_channel)))
         broker.page(read, 0)
     portions = [reads(broker.pass_time(seconds)) for seconds in (10.0, 3.34, 3.34)]
-    assert [len(portion) for portion in portions] == [84, 84, 82]
-    assert len({tuple(read.args) for portion in portions for read in portion}) == len(interests)
+    assert [int(tips.args[2]) // 2 for portion in portions for tips in portion] == [84, 84, 82]
+    compared = {key for portion in portions for tips in portion for key in tips.args[3:-2]}
+    assert compared == {key for interest in interests for key in log_keys(interest.id)}
 
 
 def test_bad_bytes_on_a_channel_are_counted() -> None:

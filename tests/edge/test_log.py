@@ -19,6 +19,7 @@ from dynamoth.edge.log import (
     parse_appended,
     parse_page,
     read_command,
+    tips_command,
 )
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply
@@ -92,6 +93,14 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         append(b"a", execution=3),
         append(b"a", run="run2", epoch=OTHER_EPOCH, execution=3),
         read(run="run2"),
+    ],
+    "tips of many logs": [
+        append(b"a"),
+        append(b"b"),
+        tips_command([LOG, "b" * 22], "run1", OPTIONS),
+        tips_command([LOG], "run2", OPTIONS),
+        tips_command(["b" * 22, LOG], "run2", LogOptions(durable=True)),
+        read(),
     ],
     "a lost log keeps its fence": [append(b"a", term=5), append(b"b", run="run2", epoch=OTHER_EPOCH, term=4)],
 }

@@ -26,6 +26,7 @@ from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.moves import DRAIN_INTERVAL_S, Moves
 from dynamoth_broker.sessions import Session, Stage, Subscription
 from dynamoth_broker.subscribing import Subscribing
+from dynamoth_broker.tips import TipChecks
 from dynamoth_broker.users import Users
 from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import BarrierPassed
@@ -208,7 +209,7 @@ def holes_are_ignored() -> AbstractContextManager[None]:
 
 def tips_are_not_compared() -> AbstractContextManager[None]:
     """A broker never looks whether a log has more than it has got."""
-    return replaced(BrokerMachine, _check_tips=no_actions)
+    return replaced(TipChecks, _check=no_actions)
 
 
 def gaps_of_channels_are_ignored() -> AbstractContextManager[None]:

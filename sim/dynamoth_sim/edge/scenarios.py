@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dynamoth_broker.events import ChannelGap
 from dynamoth_sim.edge.scenarios_of_logs import BACKLOG, OF_LOGS
 from dynamoth_sim.edge.scenarios_of_moves import MOVING
 from dynamoth_sim.edge.scenarios_of_positions import OF_POSITIONS
@@ -104,7 +105,10 @@ def joined_again(stage: EdgeStage) -> None:
     """U subscribes to an interest that b1 is leaving, while an answer of its log is still under way."""
     first, interest = stage.edge.logged[0], stage.edge.logged[2]
     user = stage.user("U", first, interest)
+    process = stage.broker("b1").broker
+    assert process is not None
     with stage.log_held("b1", interest, to_server=False):
+        process.handle(ChannelGap(interest.log_channel, None, "a link was lost"))
         user.leave(interest)
         stage.run(SHORT_BROKER_OPTIONS.linger_s + 0.001)
         stage.join_user(user, interest)
