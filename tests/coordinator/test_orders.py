@@ -241,7 +241,10 @@ def test_one_that_may_not_read_the_orders_does_not_act_and_says_why() -> None:
     machine = edge.coordinator()
     assert edge.leaders() == [] and machine.why_waiting == "it has not read the orders of operators at 2 of 3 servers"
     assert machine.faults == dict.fromkeys(SERVERS, "NOPERM no")
-    assert not [each for each in edge.news if isinstance(each, Noted) and "this coordinator" in each.message]
+    notes = [each for each in edge.news if isinstance(each, Noted) and "begun to report" not in each.message]
+    why = "the orders of operators cannot be read or stored"
+    assert sorted(note.fields["server"] for note in notes) == SERVERS, "said once"
+    assert {(note.message, note.cause) for note in notes} == {(why, "NOPERM no")}
     assert not result_of(edge.ask("pause", 1))["leading"] and stored_at(edge) == dict.fromkeys(SERVERS)
 
 

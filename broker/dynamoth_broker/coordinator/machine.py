@@ -236,7 +236,11 @@ class CoordinatorMachine:
         return [*self._orders.check()]
 
     def _on_orders(self, id_: str, what: tuple[str, int], value: Any, now: float) -> list[CoordinatorAction]:
+        before = self._orders.problems.get(id_)
         actions: list[CoordinatorAction] = [*self._orders.on_reply(id_, what, value)]
+        problem = self._orders.problems.get(id_)
+        if problem not in (None, before):
+            actions.append(Noted("the orders of operators cannot be read or stored", problem, {"server": id_}))
         self.obey()
         return [*actions, *self._follow_lease(now), *self._requests.on_stored()]
 
