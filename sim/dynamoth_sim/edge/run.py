@@ -58,13 +58,8 @@ COORDINATOR_FAULTS = ("crash coordinator", "pause coordinator", "cut coordinator
 
 
 def _reporting(options: BrokerOptions) -> BrokerOptions:
-    """Return options of brokers that report often, and that a few publications load.
-
-    The coordinator moves users at any time. So a user who leaves waits for as long as a live message may be held at the
-    old broker, after a loss there: by default, too, ``grace_s`` is far more than ``hold_s_max``.
-    """
-    grace_s = max(options.grace_s, HOLD_S_MAX + 0.5)
-    return replace(options, report_s=0.05, capacity_bytes_per_s=10_000, grace_s=grace_s)
+    """Return options of brokers that report often, and that a few publications load."""
+    return replace(options, report_s=0.05, capacity_bytes_per_s=10_000)
 
 
 BALANCED = replace(PATIENT, coordinators=2, broker=_reporting(PATIENT.broker))

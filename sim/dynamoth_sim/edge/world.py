@@ -45,7 +45,7 @@ SHORT_BROKER_OPTIONS = BrokerOptions(
     slow_s_max=2.0,
     move_timeout_s=1.0,
     move_spread_s=0.1,
-    grace_s=1.0,
+    grace_s=2.0,  # more than a message is held after a loss, as in production
 )
 
 SHORT_USER_OPTIONS = UserOptions(
