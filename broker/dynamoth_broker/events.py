@@ -264,6 +264,15 @@ class Stopped:
 
 
 @dataclass(slots=True)
+class Noted:
+    """Action: write a warning to the log of the process."""
+
+    what: str
+    why: str
+    fields: dict[str, str]
+
+
+@dataclass(slots=True)
 class LogLinkChanged:
     """Action: a connection to a log server is up (``reason`` None), or was lost. For the log of the process."""
 
@@ -281,7 +290,7 @@ class ControlLinkChanged:
 
 BrokerAction = (
     LinkAction | Transmit | Broadcast | CloseConnection | SubscribeChannel | UnsubscribeChannel | RaiseBarrier
-    | PublishMessage | Stopped | LogLinkChanged | ControlLinkChanged
+    | PublishMessage | Stopped | Noted | LogLinkChanged | ControlLinkChanged
 )  # fmt: skip
 
 

@@ -188,6 +188,22 @@ def test_threads_publish_alike(cluster: LocalCluster, log: EmbeddedRedis) -> Non
     run(main())
 
 
+def test_what_the_client_of_the_cluster_publishes_on_a_logged_channel_is_noticed(
+    cluster: LocalCluster, log: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with both(cluster, log) as (broker, b):
+            user = await RawUser.open(broker.url, {"channel": "log1"})
+            while "reaches no user" not in caplog.text:  # first, the broker may not listen to this name yet
+                await b.client.publish("log1", "lost")
+            await b.publisher.publish("log1", "stored")
+            assert await user.texts(1) == ["stored"]
+            await user.close()
+
+    with caplog.at_level(logging.WARNING, "dynamoth.broker"):
+        run(asyncio.wait_for(main(), 20))
+
+
 # Troubles.
 
 

@@ -46,6 +46,7 @@ from dynamoth_broker.events import (
     ControlLinkChanged,
     Drain,
     LogLinkChanged,
+    Noted,
     Opened,
     Overflowed,
     PublishMessage,
@@ -285,6 +286,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._subscriptions.raise_barrier(channel)
             case PublishMessage(channel, payload, token):
                 self._subscriptions.publish(channel, payload, token)
+            case Noted(what, why, fields):
+                self._log.write(logging.WARNING, what, why, **cast("dict[str, Any]", fields))
             case Stopped():
                 self._has_stopped.set()
             case LogLinkChanged(server, None):

@@ -22,6 +22,7 @@ from dynamoth_broker.events import (
     LogLinkChanged,
     MessagePublished,
     MoveSession,
+    Noted,
     Opened,
     Overflowed,
     Publications,
@@ -203,7 +204,7 @@ class BrokerApp:
                 number = next(self._numbers)
                 self._tokens[number] = token
                 self._publisher.handle(Publish(number, channel, payload))
-            case Stopped() | LogLinkChanged() | ControlLinkChanged():
+            case Stopped() | Noted() | LogLinkChanged() | ControlLinkChanged():
                 pass
             case _:
                 raise AssertionError(f"not an action of a broker: {action!r}")
