@@ -254,7 +254,7 @@ def test_a_lost_connection_is_the_end_of_a_publication_but_not_of_a_numbered_one
     run(main())
 
 
-def test_the_rights_that_it_needs_are_those_of_the_page_and_what_is_refused_is_not_stored(
+def test_it_needs_the_rights_of_the_page_and_what_is_refused_is_not_stored(
     cluster: LocalCluster, log: EmbeddedRedis
 ) -> None:
     async def main() -> None:
