@@ -64,7 +64,8 @@ class Positions:
         self._delivery = delivery
         self._timers = timers
         self._counters = counters
-        self._stored: dict[Subscription, None] = {}
+        #: Subscriptions that have not ended, by the key of their position.
+        self._stored: dict[bytes, Subscription] = {}
         #: What is to be stored, by log server and key, with the interest's id. The latest of each.
         self._unsaved: dict[str, dict[bytes, tuple[str, Position]]] = {}
         self._unsaved_count = 0
@@ -74,8 +75,8 @@ class Positions:
         #: Servers that were at work when something was to be stored there: it follows their answer.
         self._skipped: set[str] = set()
         self._is_refresh_due = False
-        #: Subscriptions whose positions are still to be stored again in this round, and how many at a time.
-        self._to_refresh: list[Subscription] = []
+        #: The keys that are still to be stored again in this round, and how many at a time.
+        self._to_refresh: list[bytes] = []
         self._refreshed_at_once = 0
 
     @property
@@ -89,7 +90,7 @@ class Positions:
         """Look for the position of a stored subscription, unless the user has said where it begins."""
         session, interest = subscription.session, subscription.interest
         key = subscription.position_key = position_key(interest.id, session.grant.user, session.name)
-        self._stored[subscription] = None
+        self._stored[key] = subscription
         if not self._is_refresh_due:
             self._is_refresh_due = True
             self._refresh_later(now)
@@ -128,7 +129,8 @@ class Positions:
         key = subscription.position_key
         if key is None:
             return
-        self._stored.pop(subscription, None)
+        if self._stored.get(key) is subscription:
+            del self._stored[key]
         if key in self._unsaved.get(self._logs.server_of(subscription.interest.id), ()):
             self._timers.add(now, self.flush)
 
@@ -229,15 +231,14 @@ class Positions:
             return []
         self._refresh_later(now)
         for _ in range(min(self._refreshed_at_once, len(self._to_refresh))):
-            subscription = self._to_refresh.pop()
-            key, position, id_ = subscription.position_key, subscription.acknowledged, subscription.interest.id
-            if key is None or position is None or subscription.is_ended:
-                continue
-            if key not in self._unsaved.get(self._logs.server_of(id_), ()):
-                self._add(id_, key, position)
+            key = self._to_refresh.pop()
+            subscription = self._stored.get(key)
+            if subscription is not None and subscription.acknowledged is not None:
+                self._add(subscription.interest.id, key, subscription.acknowledged)
         return self.flush(now)
 
     def check(self) -> None:
         """Assert the invariants that hold between events."""
         assert self._unsaved_count == sum(map(len, self._unsaved.values())), "a wrong count of positions"
-        assert not any(subscription.is_ended for subscription in self._stored), "a position of an ended subscription"
+        for key, subscription in self._stored.items():
+            assert subscription.position_key == key and not subscription.is_ended, "a position of an ended subscription"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dynamoth.edge.positions import FIND_SCRIPT, STORE_SCRIPT, position_key
 from dynamoth.edge.publications import Position
 from dynamoth.machine.events import ErrorReply, LinkDown, Replied, Send
 from dynamoth_broker.events import ChannelConfirmed, Closed, Grant, Stop, Stopped
+from dynamoth_broker.sessions import Session
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
@@ -29,6 +31,7 @@ from tests.broker.test_machine import (
     LOG,
     LOGGED,
     NO_PINGS,
+    OPTIONS,
     Broker,
     frames,
     reads,
@@ -256,6 +259,19 @@ def test_positions_of_connected_users_are_stored_again_so_that_they_last() -> No
         broker.tell(Closed(number))
     broker.pass_time(3.0)
     assert stored_in(broker.pass_time(1000.0)) == []
+
+
+def test_sessions_with_stored_positions_leave_memory_when_they_end() -> None:
+    broker = subscribed(replace(OPTIONS, position_ttl_s=400.0))
+    for number in range(2, 52):
+        broker.open(number, replace(STORED, since=Position(EPOCH, 5)), grant=Grant("leaves"), session=f"s{number}")
+        broker.frame(number, Ack({LOGGED.id: Position(EPOCH, 5)}))
+    broker.pass_time(3.0)  # a round of refreshing has begun
+    for number in range(2, 52):
+        broker.tell(Closed(number))
+    broker.pass_time(30.0)
+    gc.collect()
+    assert [each for each in gc.get_objects() if isinstance(each, Session) and each.grant.user == "leaves"] == []
 
 
 def test_what_is_to_be_stored_while_a_server_is_at_work_follows_its_answer() -> None:
