@@ -284,7 +284,7 @@ class ControlLinkChanged:
 
 @dataclass(slots=True)
 class Noted:
-    """Action: something for the log of the process."""
+    """Action: something for the log of the process; at a broker a warning where it has a cause."""
 
     message: str
     cause: str = ""

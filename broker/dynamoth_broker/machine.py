@@ -238,6 +238,8 @@ class BrokerMachine:
             if shared is not None:
                 shared.arrived_bytes += len(payload)
                 actions += delivery.on_publication(shared, payload, now)
+            else:
+                actions += self._subscribing.unlogged.on_publication(channel, now)
         return actions
 
     def check(self) -> None:

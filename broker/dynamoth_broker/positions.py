@@ -32,7 +32,10 @@ from dynamoth_broker.logs import Logs
 from dynamoth_broker.sessions import Session, Stage, Subscription
 
 REFRESH_RATIO = 0.25
-"""Positions of connected users are stored again after this part of the time after which they are forgotten."""
+"""Positions of connected users are stored again within this part of the time after which they are forgotten."""
+
+REFRESH_PARTS = 50
+"""In so many portions, so that very many do not come at once."""
 
 _Batch = list[tuple[str, bytes, Position]]
 
@@ -61,14 +64,20 @@ class Positions:
         self._delivery = delivery
         self._timers = timers
         self._counters = counters
-        self._stored: dict[Subscription, None] = {}
+        #: Subscriptions that have not ended, by the key of their position.
+        self._stored: dict[bytes, Subscription] = {}
         #: What is to be stored, by log server and key, with the interest's id. The latest of each.
         self._unsaved: dict[str, dict[bytes, tuple[str, Position]]] = {}
         self._unsaved_count = 0
         #: Commands without an answer, by log server.
         self._under_way: Counter[str] = Counter()
         self._is_flush_due = False
+        #: Servers that were at work when something was to be stored there: it follows their answer.
+        self._skipped: set[str] = set()
         self._is_refresh_due = False
+        #: The keys that are still to be stored again in this round, and how many at a time.
+        self._to_refresh: list[bytes] = []
+        self._refreshed_at_once = 0
 
     @property
     def is_saved(self) -> bool:
@@ -81,10 +90,10 @@ class Positions:
         """Look for the position of a stored subscription, unless the user has said where it begins."""
         session, interest = subscription.session, subscription.interest
         key = subscription.position_key = position_key(interest.id, session.grant.user, session.name)
-        self._stored[subscription] = None
+        self._stored[key] = subscription
         if not self._is_refresh_due:
             self._is_refresh_due = True
-            self._timers.add(now + self._options.position_ttl_s * REFRESH_RATIO, self._refresh)
+            self._refresh_later(now)
         if subscription.since is not None:
             return []
         subscription.awaits_position = True
@@ -120,7 +129,8 @@ class Positions:
         key = subscription.position_key
         if key is None:
             return
-        self._stored.pop(subscription, None)
+        if self._stored.get(key) is subscription:
+            del self._stored[key]
         if key in self._unsaved.get(self._logs.server_of(subscription.interest.id), ()):
             self._timers.add(now, self.flush)
 
@@ -165,7 +175,10 @@ class Positions:
         """Store everything, but for what a server that does not answer would have to take; that waits."""
         actions: list[BrokerAction] = []
         for id_, unsaved in self._unsaved.items():
-            if not self._logs.is_up(id_) or self._under_way[id_]:
+            if not self._logs.is_up(id_):
+                continue
+            if self._under_way[id_]:
+                self._skipped.add(id_)
                 continue
             while unsaved:
                 keys = list(islice(unsaved, POSITIONS_PER_COMMAND_MAX))
@@ -189,27 +202,43 @@ class Positions:
         if isinstance(reply, int):
             self._counters["positions_stored"] += reply
             self._counters["acks_ignored"] += len(batch) - reply
-            return []
+            return self._flush_skipped(id_, now)
         for interest_id, key, position in batch:
             if key not in self._unsaved.get(id_, ()):  # else there is a later one
                 self._add(interest_id, key, position)
         self._flush_later(now)
         return []
 
+    def _flush_skipped(self, id_: str, now: float) -> list[BrokerAction]:
+        if id_ not in self._skipped or self._under_way[id_]:
+            return []
+        self._skipped.discard(id_)
+        return self.flush(now)
+
+    # Positions last while their users are here.
+
+    def _refresh_later(self, now: float) -> None:
+        self._timers.add(now + self._options.position_ttl_s * REFRESH_RATIO / REFRESH_PARTS, self._refresh)
+
     def _refresh(self, now: float) -> Sequence[BrokerAction]:
-        """Store again what is stored, so that it is not forgotten while its user is here."""
+        """Store a portion of the positions again, though they have not changed."""
+        if not self._to_refresh:
+            self._to_refresh = list(self._stored)
+            self._refreshed_at_once = -(-len(self._to_refresh) // REFRESH_PARTS)
         self._is_refresh_due = bool(self._stored)
         if not self._stored:
+            self._to_refresh.clear()
             return []
-        self._timers.add(now + self._options.position_ttl_s * REFRESH_RATIO, self._refresh)
-        for subscription in self._stored:
-            key, position = subscription.position_key, subscription.acknowledged
-            id_ = subscription.interest.id
-            if key is not None and position is not None and key not in self._unsaved.get(self._logs.server_of(id_), ()):
-                self._add(id_, key, position)
+        self._refresh_later(now)
+        for _ in range(min(self._refreshed_at_once, len(self._to_refresh))):
+            key = self._to_refresh.pop()
+            subscription = self._stored.get(key)
+            if subscription is not None and subscription.acknowledged is not None:
+                self._add(subscription.interest.id, key, subscription.acknowledged)
         return self.flush(now)
 
     def check(self) -> None:
         """Assert the invariants that hold between events."""
         assert self._unsaved_count == sum(map(len, self._unsaved.values())), "a wrong count of positions"
-        assert not any(subscription.is_ended for subscription in self._stored), "a position of an ended subscription"
+        for key, subscription in self._stored.items():
+            assert subscription.position_key == key and not subscription.is_ended, "a position of an ended subscription"

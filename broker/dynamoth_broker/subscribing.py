@@ -26,6 +26,7 @@ from dynamoth_broker.events import (
 from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
 from dynamoth_broker.positions import Positions
 from dynamoth_broker.sessions import Session, Stage, Subscription
+from dynamoth_broker.unlogged import Unlogged
 
 
 def may_subscribe(grant: Grant, interest: Interest) -> bool:
@@ -54,6 +55,7 @@ class Subscribing:
         #: Sessions that have lost a confirmed subscription since the owner looked last: it closes them.
         self.lost_some: list[Session] = []
         self.interests = InterestTable()
+        self.unlogged = Unlogged(counters)
         self._history = [compile_glob(pattern.encode()) for pattern in options.history]
         self._conflated = [compile_glob(pattern.encode()) for pattern in options.conflate]
 
@@ -100,7 +102,7 @@ class Subscribing:
                 interest, is_logged=self.is_logged(interest), is_conflated=self._is_conflated(interest), joined_at=now
             )
             self.interests.add(shared)
-            actions.append(SubscribeChannel(shared.channel))
+            actions += [SubscribeChannel(shared.channel), *self.unlogged.watch(shared)]
         shared.idle_since = None
         subscription = Subscription(session, shared, wanted.ref, wanted.since, is_of_connect)
         session.subscriptions[interest.id] = subscription
@@ -157,7 +159,7 @@ class Subscribing:
         shared.phase = Phase.LEAVING
         shared.pending.clear()
         self._delivery.recents.forget(shared)
-        return [UnsubscribeChannel(shared.channel)]
+        return [UnsubscribeChannel(shared.channel), *self.unlogged.end(shared)]
 
     # Answers.
 
@@ -218,6 +220,7 @@ class Subscribing:
             self.end(subscription, now)
             if was_confirmed:  # the user takes it for good: who connects again learns that it is refused
                 self.lost_some.append(session)
+        actions += self.unlogged.end(shared)
         self.interests.remove(shared)
         self._delivery.recents.forget(shared)
         self._counters["subscriptions_refused_by_redis"] += 1

@@ -24,9 +24,13 @@ from dynamoth_client.sync import Redis as SyncRedis
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.query import query
 from tests.broker.edge import RawUser, RunningBroker, running_broker, token, write_keys
+from tests.docs.pages import ROOT
 
 SHORT_S = 0.3
 NEVER_S = 1000.0
+
+DOCUMENTED = "+eval +hmget +hset +hdel +del +pexpire +xadd ~__dynamoth__:log:*"
+assert DOCUMENTED in (ROOT / "docs" / "brokers.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +192,22 @@ def test_threads_publish_alike(cluster: LocalCluster, log: EmbeddedRedis) -> Non
     run(main())
 
 
+def test_what_the_client_of_the_cluster_publishes_on_a_logged_channel_is_noticed(
+    cluster: LocalCluster, log: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with both(cluster, log) as (broker, b):
+            user = await RawUser.open(broker.url, {"channel": "log1"})
+            while "reaches no user" not in caplog.text:  # first, the broker may not listen to this name yet
+                await b.client.publish("log1", "lost")
+            await b.publisher.publish("log1", "stored")
+            assert await user.texts(1) == ["stored"]
+            await user.close()
+
+    with caplog.at_level(logging.WARNING, "dynamoth.broker"):
+        run(asyncio.wait_for(main(), 20))
+
+
 # Troubles.
 
 
@@ -234,8 +254,16 @@ def test_a_lost_connection_is_the_end_of_a_publication_but_not_of_a_numbered_one
     run(main())
 
 
-def test_a_refused_append_is_not_stored(cluster: LocalCluster, log: EmbeddedRedis) -> None:
+def test_it_needs_the_rights_of_the_page_and_what_is_refused_is_not_stored(
+    cluster: LocalCluster, log: EmbeddedRedis
+) -> None:
     async def main() -> None:
+        # The rights that docs/brokers.md names, with those that every connection needs.
+        for_all = (b"+hello", b"+auth", b"+ping", b"+info", b"+client|setname", b"+client|id")
+        documented = (*DOCUMENTED.encode().split(), *for_all)
+        await query(log.url, (b"ACL", b"SETUSER", b"backend", b"on", b">pw", b"-@all", *documented))
+        async with backend(cluster, log, options=LinkOptions(username="backend", password="pw")) as b:
+            assert (await b.publisher.publish("log1", "first", term=1, execution=1)).offset == 1
         rights = (b"ACL", b"SETUSER", b"reader", b"on", b">pw", b"+@all", b"-eval", b"~*")
         await query(log.url, rights)
         options = LinkOptions(username="reader", password="pw")

@@ -33,6 +33,7 @@ from dynamoth.edge.interests import Interest, channel_interest, query_interest
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, Replied, Send, Start
+from dynamoth_broker import unlogged
 from dynamoth_broker.events import (
     FULL,
     GOING_AWAY,
@@ -55,6 +56,7 @@ from dynamoth_broker.events import (
     Grant,
     MessagePublished,
     MoveSession,
+    Noted,
     Opened,
     Overflowed,
     Publications,
@@ -71,6 +73,7 @@ from dynamoth_broker.events import (
 from dynamoth_broker.interests import FRAME_BYTES, Phase
 from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.sessions import Session, Stage
+from dynamoth_broker.unlogged import WARN_S
 from tests.machines.helpers import Subject, only
 
 EPOCH, LATER_EPOCH = 0xE, 0xF
@@ -196,7 +199,8 @@ def test_an_interest_lingers_and_who_comes_back_in_time_finds_it_open() -> None:
     assert frames(broker.subscribe(1, LOGGED, ref=2), 1) == [Subscribed(2, LOGGED.id, Position(EPOCH, 2))]
     assert only(UnsubscribeChannel, broker.pass_time(3 * OPTIONS.linger_s)) == []
     broker.tell(Closed(1))
-    assert only(UnsubscribeChannel, broker.pass_time(OPTIONS.linger_s)) == [UnsubscribeChannel(LOGGED.log_channel)]
+    left = [UnsubscribeChannel(LOGGED.log_channel), UnsubscribeChannel(LOGGED.name.encode())]
+    assert only(UnsubscribeChannel, broker.pass_time(OPTIONS.linger_s)) == left
     broker.tell(ChannelEnded(LOGGED.log_channel))
     assert len(broker.broker.interests) == 0
 
@@ -207,7 +211,8 @@ def test_who_subscribes_while_a_channel_is_being_left_joins_it_again() -> None:
     broker.joined(1)
     broker.frame(1, Unsubscribe(LOGGED.id))
     broker.pass_time(OPTIONS.linger_s)
-    assert only(SubscribeChannel, broker.subscribe(1, LOGGED)) == [SubscribeChannel(LOGGED.log_channel)]
+    joined = [SubscribeChannel(LOGGED.log_channel), SubscribeChannel(LOGGED.name.encode())]
+    assert only(SubscribeChannel, broker.subscribe(1, LOGGED)) == joined
     assert broker.tell(ChannelEnded(LOGGED.log_channel)) == []
     [read] = reads(broker.tell(ChannelConfirmed(LOGGED.log_channel)))
     assert frames(broker.page(read, 4), 1) == [Subscribed(1, LOGGED.id, Position(EPOCH, 4))]
@@ -754,6 +759,46 @@ def test_a_stop_closes_everything_and_admits_nobody() -> None:
     assert [each.code for each in only(CloseConnection, broker.tell(Stop()))] == [RESTARTING]
     assert [each.code for each in only(CloseConnection, broker.open(2))] == [GOING_AWAY]
     assert broker.frame(1, Ack({})) == []
+
+
+# Publications that are in no log.
+
+
+def test_what_comes_on_the_plain_name_of_a_logged_channel_is_noted_now_and_then() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1)
+    plain = Publications([(LOGGED.name.encode(), b"lost")])
+    [noted] = broker.tell(plain)
+    assert isinstance(noted, Noted)
+    assert noted.fields == {"channel": LOGGED.name}
+    assert "LogPublisher" in noted.cause
+    assert broker.tell(plain, plain) == []
+    assert broker.broker.counters["unlogged"] == 3
+    broker.pass_time(WARN_S)
+    assert len(only(Noted, broker.tell(plain))) == 1
+    broker.tell(Publications([(b"never heard of", b"x")]))
+    assert broker.broker.counters["unlogged"] == 4
+
+
+def test_the_plain_name_that_cannot_be_subscribed_to_refuses_nobody() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1)
+    assert broker.tell(ChannelConfirmed(LOGGED.name.encode())) == []
+    assert broker.tell(ChannelFailed(LOGGED.name.encode(), "NOPERM")) == []
+    assert offsets(broker.publish(1), 1) == [1]
+
+
+def test_the_names_that_a_broker_listens_to_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlogged, "WATCHED_MAX", 1)
+    broker = Broker()
+    broker.open(1)
+    assert len(only(SubscribeChannel, broker.subscribe(1, LOGGED))) == 2
+    other = channel_interest("log.other")
+    assert only(SubscribeChannel, broker.subscribe(1, other, ref=2)) == [SubscribeChannel(other.log_channel)]
+    refused = broker.tell(ChannelFailed(LOGGED.log_channel, "NOPERM"))
+    assert only(UnsubscribeChannel, refused) == [UnsubscribeChannel(LOGGED.name.encode())]
 
 
 # Publishing.

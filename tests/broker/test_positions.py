@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dynamoth.edge.positions import FIND_SCRIPT, STORE_SCRIPT, position_key
 from dynamoth.edge.publications import Position
 from dynamoth.machine.events import ErrorReply, LinkDown, Replied, Send
 from dynamoth_broker.events import ChannelConfirmed, Closed, Grant, Stop, Stopped
+from dynamoth_broker.sessions import Session
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
@@ -29,9 +31,9 @@ from tests.broker.test_machine import (
     LOG,
     LOGGED,
     NO_PINGS,
+    OPTIONS,
     Broker,
     frames,
-    offsets,
     reads,
 )
 from tests.machines.helpers import only
@@ -241,16 +243,45 @@ def test_a_broker_that_stops_says_when_everything_is_stored() -> None:
 
 def test_positions_of_connected_users_are_stored_again_so_that_they_last() -> None:
     broker = subscribed(replace(NO_PINGS, position_ttl_s=400.0), at=5)
-    assert stored_in(broker.pass_time(99.0)) == []
-    actions = broker.pass_time(1.0)
-    assert stored_in(actions) == [(KEY.decode(), EPOCH, 5)]
-    broker.tell(Replied(LOG, scripts(actions, STORE_SCRIPT)[0].tag, 1), Closed(1))
+    again = {f"session{number}": number for number in range(2, 102)}
+    for session, number in again.items():
+        [find] = scripts(broker.open(number, STORED, grant=ANN, session=session), FIND_SCRIPT)
+        found(broker, find, 5)
+    stored: set[str] = set()
+    for _ in range(100):
+        actions = broker.pass_time(1.0)
+        assert len(stored_in(actions)) <= 3  # a portion
+        stored |= {key for key, _, offset in stored_in(actions) if offset == 5}
+        for store in scripts(actions, STORE_SCRIPT):
+            broker.tell(Replied(LOG, store.tag, 1))
+    assert stored == {KEY.decode(), *(position_key(LOGGED.id, "ann", each).decode() for each in again)}
+    for number in (1, *again.values()):
+        broker.tell(Closed(number))
+    broker.pass_time(3.0)
     assert stored_in(broker.pass_time(1000.0)) == []
 
 
-def test_offsets_go_on_live() -> None:
+def test_sessions_with_stored_positions_leave_memory_when_they_end() -> None:
+    broker = subscribed(replace(OPTIONS, position_ttl_s=400.0))
+    for number in range(2, 52):
+        broker.open(number, replace(STORED, since=Position(EPOCH, 5)), grant=Grant("leaves"), session=f"s{number}")
+        broker.frame(number, Ack({LOGGED.id: Position(EPOCH, 5)}))
+    broker.pass_time(3.0)  # a round of refreshing has begun
+    for number in range(2, 52):
+        broker.tell(Closed(number))
+    broker.pass_time(30.0)
+    gc.collect()
+    assert [each for each in gc.get_objects() if isinstance(each, Session) and each.grant.user == "leaves"] == []
+
+
+def test_what_is_to_be_stored_while_a_server_is_at_work_follows_its_answer() -> None:
     broker = subscribed()
-    assert offsets(broker.publish(6), 1) == [6]
+    ack(broker, 3)
+    [first] = scripts(broker.pass_time(1.0), STORE_SCRIPT)
+    ack(broker, 4)
+    broker.tell(Closed(1))
+    assert stored_in(broker.pass_time(0.0)) == []
+    assert [each[2] for each in stored_in(broker.tell(Replied(LOG, first.tag, 1)))] == [4]
 
 
 # Real brokers.

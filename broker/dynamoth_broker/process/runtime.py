@@ -295,7 +295,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 message = "coordinators cannot reach this broker through a server; trying again"
                 self._log.write(logging.WARNING, message, reason, link=link)
             case Noted(message, cause, fields):
-                self._log.write(logging.INFO, message, cause or None, **fields)
+                self._log.write(logging.WARNING if cause else logging.INFO, message, cause or None, **fields)
             case _:
                 assert_never(cast("Any", action))
 
