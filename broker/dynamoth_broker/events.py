@@ -322,6 +322,8 @@ class BrokerOptions(SessionSettings):
     log_wait_s: float = 5.0
     #: Publications that are read from a log at a time.
     page_entries: int = 64
+    #: A user who is behind is sent about so many bytes at a time: it may turn out then that the connection is full.
+    burst_bytes: int = 262_144
     #: The latest publications of an interest that are kept for users who come back, at most, and their bytes.
     recent_entries_max: int = 128
     recent_bytes_max: int = 65_536

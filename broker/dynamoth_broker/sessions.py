@@ -48,6 +48,8 @@ class Subscription:
     position_key: bytes | None = None
     awaits_position: bool = False
     acknowledged: Position | None = None
+    #: While CATCHING: whether a read of the log is under way for it.
+    is_reading: bool = False
     #: Ended by the user, or with the session.
     is_ended: bool = False
 
@@ -70,6 +72,11 @@ class Session:
     unanswered: int = 0
     #: Since when too much waits to be sent; None while it does not.
     slow_since: float | None = None
+    #: Bytes that were sent in the present burst to subscriptions that are behind, and when it began.
+    burst_bytes: int = 0
+    burst_at: float = 0.0
+    #: Subscriptions that go on with the next burst.
+    waiting: dict[Subscription, None] = field(default_factory=dict["Subscription", None])
     #: Channels whose barriers must pass before ``bye``; None while it has not left.
     leaving_channels: dict[bytes, None] | None = None
     #: Until when it is to have moved; None: it was not asked to.

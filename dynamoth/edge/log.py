@@ -77,15 +77,20 @@ local after, count, entries = tonumber(ARGV[4]), tonumber(ARGV[5]), {}
 if count > 0 and after < offset then
   entries = redis.call('XRANGE', KEYS[2], (after + 1) .. '-0', '+', 'COUNT', count)
 end
-local reply = {epoch, offset, first}
-for _, entry in ipairs(entries) do
+local reply, size = {epoch, offset, first}, 0
+for number, entry in ipairs(entries) do
+  size = size + #entry[2][2]
+  if number > 1 and size > tonumber(ARGV[6]) then break end
   reply[#reply + 1] = tonumber(string.match(entry[1], '^%d+'))
   reply[#reply + 1] = entry[2][2]
 end
 return reply
 """
 )
-"""Reads up to ``count`` publications behind an offset. It writes, as reading a lost log begins its next epoch."""
+"""Reads publications behind an offset, up to a number of them and of their bytes, but at least one.
+
+It writes, as reading a lost log begins its next epoch.
+"""
 
 TIPS_SCRIPT = b"""redis.replicate_commands()
 local reply = {}
@@ -100,6 +105,9 @@ end
 return reply
 """
 """Returns epoch and last offset of many logs; no epoch for one that is new, or lost: reading it begins the next."""
+
+PAGE_BYTES_MAX = 128 * 1024
+"""Payloads that are read from a log at a time have at most so many bytes, or are one."""
 
 TTL_S = 7 * 24 * 3600.0
 """A log that nobody has written or read for this time is forgotten."""
@@ -183,12 +191,21 @@ def append_command(
 
 
 def read_command(
-    interest_id: str, run_id: str, new_epoch: int, options: LogOptions, after: int = 0, count: int = 0
+    interest_id: str,
+    run_id: str,
+    new_epoch: int,
+    options: LogOptions,
+    after: int = 0,
+    count: int = 0,
+    bytes_max: int = PAGE_BYTES_MAX,
 ) -> tuple[CommandPart, ...]:
-    """Return the command that reads the tip of a log, and up to ``count`` publications behind the offset ``after``."""
+    """Return the command that reads the tip of a log, and up to ``count`` publications behind the offset ``after``.
+
+    There are fewer where they would have more than ``bytes_max``, but at least one.
+    """
     return (
         b"EVAL", READ_SCRIPT, b"2", *log_keys(interest_id), *begin_arguments(run_id, new_epoch, options),
-        b"%d" % after, b"%d" % count,
+        b"%d" % after, b"%d" % count, b"%d" % bytes_max,
     )  # fmt: skip
 
 
@@ -259,8 +276,11 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     meta_key, stream_key = words[3:5]
     arguments = words[5:]
     if words[1] == READ_SCRIPT:
-        after, count = map(int, arguments[3:5])
-        return _evaluate_read(stream_key, epoch, offset, after, count, execute)
+        after, count, bytes_max = map(int, arguments[3:6])
+        reply = _evaluate_read(stream_key, epoch, offset, after, count, execute)
+        while len(reply) > 5 and sum(map(len, reply[4::2])) > bytes_max:
+            del reply[-2:]
+        return reply
     term, execution = map(int, arguments[3:5])
     if term_text is not None and int(term_text) > term:
         return ErrorReply(f"{FENCED} by a newer writer, term {int(term_text)}")

@@ -34,6 +34,7 @@ from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, Replied, Send, Start
 from dynamoth_broker import unlogged
+from dynamoth_broker.delivery import BURST_S
 from dynamoth_broker.events import (
     FULL,
     GOING_AWAY,
@@ -594,9 +595,51 @@ def test_a_slow_user_does_not_become_live_by_a_page_that_comes_late() -> None:
     broker.joined(1, tip=9)
     [read] = reads(broker.subscribe(2, LOGGED, Position(EPOCH, 7)))
     broker.tell(Overflowed(2))
-    assert offsets(broker.page(read, 9, 8, 9), 2) == [8, 9]
+    assert offsets(broker.page(read, 9, 8, 9), 2) == []
     assert frames(broker.publish(10), 2) == []
-    assert offsets(broker.tell(Writable(2)), 2) == [10]
+    [read] = reads(broker.tell(Writable(2)))
+    assert offsets(broker.page(read, 10, 8, 9, 10), 2) == [8, 9, 10]
+    assert broker.publish(11) == [Broadcast([1, 2], data(11))]
+
+
+def test_a_user_who_is_behind_is_sent_a_burst_at_a_time() -> None:
+    size = FRAME_BYTES + len(b"m1")
+    broker = Broker(replace(NO_PINGS, burst_bytes=4 * size, recent_entries_max=100, page_entries=3))
+    for number in (1, 2):
+        broker.open(number)
+    broker.joined(1, tip=20)
+    [read] = reads(broker.subscribe(2, LOGGED, Position(EPOCH, 10)))
+    actions = broker.page(read, 20, 11, 12, 13)
+    assert offsets(actions, 2) == [11, 12, 13]
+    [read] = reads(actions)
+    actions = broker.page(read, 20, 14, 15, 16)
+    assert offsets(actions, 2) == [14]
+    assert reads(actions) == []
+    [read] = reads(broker.pass_time(BURST_S))
+    actions = broker.page(read, 20, 15, 16, 17)
+    assert offsets(actions, 2) == [15, 16, 17]
+    [read] = reads(actions)
+    broker.tell(Overflowed(2))
+    assert reads(broker.pass_time(1.0)) == []
+    assert reads(broker.tell(Writable(2))) == []  # one read at a time
+    assert offsets(broker.page(read, 20, 18, 19, 20), 2) == [18, 19, 20]
+    assert broker.publish(21) == [Broadcast([1, 2], data(21))]
+
+
+def test_bursts_are_shared_by_the_subscriptions_of_a_session() -> None:
+    size = FRAME_BYTES + len(b"m1")
+    broker = Broker(replace(NO_PINGS, burst_bytes=2 * size, recent_entries_max=100))
+    other = channel_interest("log.other")
+    for number in (1, 2):
+        broker.open(number)
+    broker.joined(1)
+    broker.joined(1, other)
+    broker.publish(1, 2, 3)
+    broker.publish(1, 2, 3, interest=other)
+    actions = broker.subscribe(2, LOGGED, Position(EPOCH, 0)) + broker.subscribe(2, other, Position(EPOCH, 0))
+    assert offsets(actions, 2) == [1, 2, 3]  # those that are kept are sent at once
+    assert [type(each) for each in frames(actions, 2)] == [Subscribed, Data, Data, Data, Subscribed]
+    assert offsets(broker.pass_time(BURST_S), 2) == [1, 2, 3]
 
 
 def test_who_reads_nothing_for_long_is_disconnected() -> None:

@@ -59,6 +59,11 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         read(9, 2),
         read(0, 0),
     ],
+    "a page has a bound of bytes, and one publication at least": [
+        *(append(bytes(size)) for size in (300, 200, 100, 100, 0)),
+        *(read_command(LOG, "run1", EPOCH, OPTIONS, after, 10, 300) for after in range(5)),
+        read_command(LOG, "run1", EPOCH, OPTIONS, 0, 10, 299),
+    ],
     "another process of the server begins another epoch": [
         append(b"a"),
         append(b"b"),

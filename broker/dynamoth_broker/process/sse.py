@@ -33,12 +33,12 @@ from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX
 from dynamoth_broker.process.frames import Encoding, Frame, parse_json
 from dynamoth_broker.process.handshake import log_refused_origin
 from dynamoth_broker.process.transport import (
-    HARD_BOUND_RATIO,
     EventId,
     Listener,
     Prepared,
     TransportOptions,
     UserConnection,
+    abort_above,
 )
 
 PARSED_BYTES_MAX = 2 * HEADER_BYTES_MAX
@@ -270,6 +270,7 @@ class SseConnection(UserConnection):
     """The event stream of one user, and what the user posts."""
 
     __slots__ = (
+        "_abort_above",
         "_closing",
         "_ended",
         "_last_event_id",
@@ -298,6 +299,8 @@ class SseConnection(UserConnection):
         self._wake = asyncio.Event()
         self._opened = False
         self._over = False
+        #: More unsent bytes than this end the connection; None while the listener does not know that it is full.
+        self._abort_above: int | None = None
         self._closing = False
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
@@ -354,11 +357,16 @@ class SseConnection(UserConnection):
         self._queue(prepared.sse, b"\n" if event_id is None else b"id: %b\n\n" % event_id.encode())
         bound = self._server.options.unsent_bytes_max
         unsent = self.unsent_bytes
-        if unsent > HARD_BOUND_RATIO * bound:
+        if self._abort_above is not None and unsent > self._abort_above:
             self.abort()
         elif unsent > bound and not self._over:
             self._over = True
-            self._server.loop.call_soon(self._report, self._server.listener.overflowed)
+            self._server.loop.call_soon(self._report_over)
+
+    def _report_over(self) -> None:
+        if self._over:
+            self._abort_above = abort_above(self.unsent_bytes, self._server.options.unsent_bytes_max)
+            self._report(self._server.listener.overflowed)
 
     def close(self, code: int, reason: str = "") -> None:
         """Send what is queued and an event ``close``, then end. Does nothing the second time."""
@@ -403,7 +411,9 @@ class SseConnection(UserConnection):
                 low = self._server.options.unsent_bytes_max // 4
                 if self._over and (not self._queued or self.unsent_bytes <= low):
                     self._over = False
-                    self._report(self._server.listener.writable)
+                    if self._abort_above is not None:
+                        self._abort_above = None
+                        self._report(self._server.listener.writable)
             if self._closing:
                 await response.write_eof()
                 return

@@ -18,7 +18,7 @@ from websockets.protocol import State as ParserState
 from dynamoth.errors import MalformedMessage
 from dynamoth_broker.process.frames import Encoding, parse_json, parse_msgpack
 from dynamoth_broker.process.handshake import JSON, REQUEST_BYTES_MAX, Handshake
-from dynamoth_broker.process.transport import HARD_BOUND_RATIO, Prepared, UserConnection
+from dynamoth_broker.process.transport import Prepared, UserConnection, abort_above
 
 if TYPE_CHECKING:
     from dynamoth_broker.process.websocket import WebSocketServer
@@ -70,6 +70,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
     """The connection of one user."""
 
     __slots__ = (
+        "_abort_above",
         "_discarded",
         "_is_text",
         "_opened",
@@ -102,6 +103,8 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         self._queued_bytes = 0
         #: The transport has more than its bound.
         self._over = False
+        #: More unsent bytes than this end the connection; None while the listener does not know that it is full.
+        self._abort_above: int | None = None
         #: The listener knows this connection.
         self._opened = False
         #: Bytes of the request so far; later, bytes that were dropped.
@@ -133,8 +136,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
     def send(self, prepared: Prepared) -> None:
         """Queue a frame. Frames arrive in order, or the connection ends. Does nothing once it is closing.
 
-        A connection is aborted whose unsent bytes pass ``HARD_BOUND_RATIO`` times their bound. So whoever sends much at
-        once looks at ``unsent_bytes``.
+        Whoever goes on sending after ``overflowed`` has the connection aborted: see ``abort_above``.
         """
         if self._state is not State.OPEN:
             return
@@ -190,7 +192,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         if transport is None or self._state > State.CLOSING:
             return
         transport.write(data)
-        if self._over and transport.get_write_buffer_size() > HARD_BOUND_RATIO * self._server.options.unsent_bytes_max:
+        if self._abort_above is not None and transport.get_write_buffer_size() > self._abort_above:
             self.abort()
 
     # What the event loop calls.
@@ -373,6 +375,8 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
     def _report_over(self, over: bool) -> None:
         if self._state is not State.OPEN:
             return
+        unsent_bytes_max = self._server.options.unsent_bytes_max
+        self._abort_above = abort_above(self.unsent_bytes, unsent_bytes_max) if over else None
         listener = self._server.listener
         try:
             (listener.overflowed if over else listener.writable)(self)
