@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, suppress
@@ -15,6 +16,8 @@ from typing import Any
 import aiohttp
 import jwt
 import pytest
+from websockets.asyncio.client import connect
+from websockets.typing import Subprotocol
 
 from dynamoth.edge.frames import Subscribed
 from dynamoth.edge.interests import channel_interest
@@ -483,6 +486,39 @@ def test_key_sets_that_cannot_be_used(text: str, tmp_path: Path, cluster: LocalC
 
 def test_interest_ids_are_the_protocols() -> None:
     assert channel_interest("news").id == "JxRG8SHA_johIc5ws2hG2g"
+
+
+def test_who_reads_slowly_catches_up_with_large_publications_over_one_connection(
+    cluster: LocalCluster, logs: dict[str, str]
+) -> None:
+    async def main() -> None:
+        channel, epoch, count = "log.large", 0xE, 200
+        interest = channel_interest(channel)
+        durable = LogOptions(durable=True)
+        appends = [append_command(interest.id, b"x" * 32_000, "", epoch, durable) for _ in range(count)]
+        await query(logs["l1"], *appends)
+        async with running_broker(cluster.url, logs, log=durable) as broker:
+            with socket.socket() as plain:
+                plain.setblocking(False)
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)  # little fits in between
+                await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", broker.port))
+                user = RawUser(
+                    await connect(
+                        broker.url,
+                        sock=plain,
+                        subprotocols=[Subprotocol("dynamoth.v1.json")],
+                        compression=None,
+                        max_queue=1,
+                    )
+                )
+                since = {"epoch": f"{epoch:016x}", "offset": 0}
+                await user.send("connect", v=1, session="slow", subs=[{"ref": 1, "channel": channel, "since": since}])
+                for offset in range(1, count + 1):
+                    assert (await user.until("data"))["o"] == offset
+                    await asyncio.sleep(0.001)  # it takes its time for each
+                await user.close()
+
+    run(main())
 
 
 def test_a_broker_that_reaches_no_server_of_the_cluster_is_not_ready(
