@@ -70,9 +70,11 @@ class _Append:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A command of somebody else that is under way."""
+    """A command of somebody else that is under way; one that *waits* is sent, again, when there is a connection."""
 
+    command: LogCommand
     on_reply: OnReply
+    waits: bool
 
 
 @dataclass(slots=True)
@@ -176,19 +178,28 @@ class Logs:
         """Whether there is a connection to a log server."""
         return self._servers[id_].run_id is not None
 
-    def request(self, interest_id: str, command: LogCommand, on_reply: OnReply, now: float) -> list[BrokerAction]:
+    def request(
+        self, interest_id: str, command: LogCommand, on_reply: OnReply, now: float, *, waits: bool = False
+    ) -> list[BrokerAction]:
         """Send a command to the server that has the log of an interest, behind those that were sent before.
 
-        It fails after ``wait_s``, at once without a connection, and when the connection is lost; it is not sent again.
+        It fails after ``wait_s``. Unless it ``waits``, it also fails at once without a connection, and when the
+        connection is lost; else it is sent with the next one, perhaps twice.
         """
         id_ = self.server_of(interest_id)
         server = self._servers[id_]
-        if server.run_id is None:
+        if server.run_id is None and not waits:
             return [*on_reply(None, now)]
-        request = _Request(on_reply)
+        request = _Request(command, on_reply, waits)
         server.requests[request] = None
         self._timers.add(now + self._wait_s, self._give_up, id_, request)
-        return [Send(LINK_PREFIX + id_, command(server.run_id, self._new_epoch(), self._options), request)]
+        return self._send_requests(id_, [request])
+
+    def _send_requests(self, id_: str, requests: Iterable[_Request]) -> list[BrokerAction]:
+        run_id, link = self._servers[id_].run_id, LINK_PREFIX + id_
+        if run_id is None:
+            return []
+        return [Send(link, each.command(run_id, self._new_epoch(), self._options), each) for each in requests]
 
     def _give_up(self, id_: str, request: _Request, now: float) -> Sequence[BrokerAction]:
         return self._replied(self._servers[id_], request, None, now)
@@ -229,7 +240,7 @@ class Logs:
             server.fault = NO_RUN_ID
             return [LogLinkChanged(id_, NO_RUN_ID)]
         server.run_id = event.run_id or ""
-        return [LogLinkChanged(id_, None), *self._send(id_, server.reads)]
+        return [LogLinkChanged(id_, None), *self._send(id_, server.reads), *self._send_requests(id_, server.requests)]
 
     def on_down(self, event: LinkDown, now: float) -> list[BrokerAction]:
         """Fail appends; reads wait for the next connection."""
@@ -241,7 +252,7 @@ class Logs:
         actions: list[BrokerAction] = [LogLinkChanged(id_, event.reason)]
         for append in appends:
             actions += append.on_appended("unknown", now)
-        for request in list(server.requests):
+        for request in [each for each in server.requests if not each.waits]:
             actions += self._replied(server, request, None, now)
         return actions
 

@@ -102,7 +102,8 @@ class Positions:
         if self._logs.is_up(id_):  # another connection of this session has acknowledged it
             actions += self._save(id_, self._take(id_, [key]), now)
         command = partial(self._find_command, interest.id, key)
-        return [*actions, *self._logs.request(interest.id, command, partial(self._found, subscription), now)]
+        found = partial(self._found, subscription)
+        return [*actions, *self._logs.request(interest.id, command, found, now, waits=True)]
 
     def _find_command(
         self, interest_id: str, key: bytes, run_id: str, new_epoch: int, options: LogOptions

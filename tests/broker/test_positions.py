@@ -23,7 +23,7 @@ from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
 from dynamoth_user import Client, Item, RefusedError
-from tests.broker.edge import running_broker, token, write_keys
+from tests.broker.edge import RawUser, running_broker, token, write_keys
 from tests.broker.test_machine import (
     EPOCH,
     LATER_EPOCH,
@@ -116,15 +116,26 @@ def test_a_position_of_a_former_life_of_the_log_begins_with_a_gap() -> None:
     assert isinstance(sent[1], Gap)
 
 
-@pytest.mark.parametrize("reply", [None, ErrorReply("OOM"), [b"nonsense", 0]])
+@pytest.mark.parametrize("reply", [ErrorReply("OOM"), [b"nonsense", 0]])
 def test_who_cannot_be_told_its_position_is_refused_and_may_come_again(reply: Any) -> None:
     broker = Broker()
     [find] = scripts(broker.open(1, STORED, grant=ANN), FIND_SCRIPT)
-    actions = broker.tell(LinkDown(LOG, "lost")) if reply is None else broker.tell(Replied(LOG, find.tag, reply))
-    [error] = only(Error, frames(actions, 1))
+    [error] = only(Error, frames(broker.tell(Replied(LOG, find.tag, reply)), 1))
     assert (error.code, error.retry) == ("log_unavailable", "later")
-    [again] = only(Error, frames(broker.frame(1, Subscribe(STORED)), 1)) if reply is None else [error]
-    assert again.code == "log_unavailable"
+    assert scripts(broker.frame(1, Subscribe(STORED)), FIND_SCRIPT)
+
+
+def test_a_position_is_looked_for_when_there_is_a_connection() -> None:
+    broker = Broker()
+    broker.tell(LinkDown(LOG, "lost"))
+    assert scripts(broker.open(1, STORED, grant=ANN), FIND_SCRIPT) == []
+    [first] = scripts(broker.up(LOG), FIND_SCRIPT)
+    broker.tell(LinkDown(LOG, "lost"))
+    [second] = scripts(broker.up(LOG), FIND_SCRIPT)
+    assert first.tag is second.tag
+    found(broker, second, 5)
+    [tip_read] = reads(broker.tell(ChannelConfirmed(LOGGED.log_channel)))
+    assert frames(broker.page(tip_read, 5), 1)[0] == Subscribed(1, LOGGED.id, Position(EPOCH, 5))
 
 
 def test_a_look_that_is_not_answered_ends() -> None:
@@ -341,5 +352,35 @@ def test_a_service_continues_where_it_was(cluster: LocalCluster, log: EmbeddedRe
             async with Client([two.url], session="billing", proxy=None) as anonymous:
                 with pytest.raises(RefusedError, match="token"):
                     await anonymous.subscribe("log1", stored=True)
+
+    asyncio.run(main())
+
+
+def test_a_broker_that_ends_has_stored_what_was_acknowledged(
+    cluster: LocalCluster, log: EmbeddedRedis, tmp_path: Path
+) -> None:
+    logs = {"l1": f"redis://127.0.0.1:{log.port}"}
+    settings: dict[str, Any] = {"token_keys_file": str(write_keys(tmp_path)), "ack_s": 60.0}
+    wanted = {"channel": "log2", "since": "stored"}
+    interest_id = channel_interest("log2").id
+
+    async def main() -> None:
+        async with running_broker(cluster.url, logs, **settings) as broker:
+            user = await RawUser.open(broker.url, wanted, token=token())
+            begun = user.answers()[0]
+            for ref in (1, 2, 3):
+                await user.send("publish", ref=ref, channel="log2", d=f"m{ref}")
+            await user.texts(3)
+            at = {"epoch": begun["epoch"], "offset": begun["offset"] + 2}
+            await user.send("ack", p={interest_id: at})
+            await user.send("publish", ref=4, channel="log2", d="m4")
+            await user.texts(1)  # the broker has the acknowledgement, and will store it in a minute
+            assert await broker.stop() == 0
+        async with running_broker(cluster.url, logs, "b2", **settings) as broker:
+            again = await RawUser.open(broker.url, wanted, token=token())
+            assert again.answers()[0] == {**begun, "offset": begun["offset"] + 2}
+            missed = [frame["d"] for frame in again.skipped if frame["type"] == "data"]
+            assert missed + await again.texts(2 - len(missed)) == ["m3", "m4"]
+            await again.close()
 
     asyncio.run(main())

@@ -96,6 +96,12 @@ EDGE_PROFILES = {
             edge=EdgeOptions(unread_max=100, stored_users=3),
         ),
         EdgeProfile(
+            name="edge-stored",
+            faults=(*PLANNED, *CRASHES, *("crash user",) * 8, "slow user"),
+            losses_allowed=True,
+            edge=EdgeOptions(unread_max=100, stored_users=USERS),
+        ),
+        EdgeProfile(
             name="edge-logs",
             faults=(*PLANNED, "restart log", "restore log", "flush log", "cut log"),
             losses_allowed=True,

@@ -95,7 +95,8 @@ class UserApp:
         #: What survives a crash: positions of logged interests that were handled, and the generation.
         self._stored: dict[str, Position] = {}
         self._generation = 0
-        #: When it died or left last: what it had handled, and what brokers had stored. How much came again since.
+        #: What it had handled when it died or left last, and what brokers had stored at the last look. How much came
+        #: again since.
         self._handled_before: dict[str, Position] = {}
         self._stored_before: dict[str, Position] = {}
         self.repeated = 0
@@ -168,15 +169,22 @@ class UserApp:
     def _note_end(self, interest: Interest) -> None:
         if not self.is_stored or not self.edge.is_logged(interest):
             return
-        for kept, position in (
-            (self._handled_before, self._stored.get(interest.id)),
-            (self._stored_before, self.edge.stored_position(self.name, interest)),
-        ):
-            if position is not None:
-                kept[interest.id] = position
+        self._look_at_stored(interest)
+        handled = self._stored.get(interest.id)
+        if handled is not None:
+            self._handled_before[interest.id] = handled
+
+    def _look_at_stored(self, interest: Interest) -> None:
+        """Note what brokers have stored, and check that it has not moved back."""
+        before, stored = self._stored_before.get(interest.id), self.edge.stored_position(self.name, interest)
+        if stored is None:
+            return
+        if before is not None and stored.epoch == before.epoch and stored.offset < before.offset:
+            self.problems.append(f"{stored} is stored for {self.name} on {interest.name} in place of {before}")
+        self._stored_before[interest.id] = stored
 
     def _check_beginning(self, interest: Interest, position: Position) -> None:
-        """Check that a new process does not begin before what was stored for the former one."""
+        """Check that a new process does not begin before what was stored."""
         stored = self._stored_before.get(interest.id)
         if stored is not None and stored.epoch == position.epoch and position.offset < stored.offset:
             self.problems.append(f"{self.name} begins {interest.name} at {position}, though {stored} was stored")
@@ -312,6 +320,8 @@ class UserApp:
             if not is_repeated:
                 self._stored[interest.id] = item.position
             self.process.handle(Handled(interest, item.position))
+            if self.is_stored:
+                self._look_at_stored(interest)
         self._handle_next()
 
     def _note(self, text: str, interest: Interest | None) -> None:
