@@ -169,6 +169,11 @@ def slow_users_stay_live() -> AbstractContextManager[None]:
     return replaced(Delivery, pause=nothing)
 
 
+def bursts_have_no_bound() -> AbstractContextManager[None]:
+    """A broker sends a user who is behind whatever a page has."""
+    return replaced(Delivery, _has_room=lambda self, session, now: True)
+
+
 def slow_users_join() -> AbstractContextManager[None]:
     """A broker sends all of an interest to a user who subscribes while it does not read."""
     go_live = Delivery._go_live
@@ -387,6 +392,7 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-reader-stops", slow_users_stay_live, "expected"),
     Check("edge-reader-stops", slow_users_are_forgotten, "expected"),
     Check("edge-reader-stops", slow_users_are_not_warned, "G5"),
+    Check("edge-reader-stops-again", bursts_have_no_bound, "expected"),
     Check("edge-hole-on-the-channel", holes_are_ignored, "expected"),
     Check("edge-publisher-dies", tips_are_not_compared, "expected"),
     Check("edge-gap-of-the-channel", gaps_of_channels_are_ignored, "expected"),
