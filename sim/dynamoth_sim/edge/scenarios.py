@@ -183,7 +183,7 @@ def reader_stops(stage: EdgeStage) -> None:
 
 
 def reader_stops_again(stage: EdgeStage) -> None:
-    """U is behind with two interests, reads for a moment, and stops: b1 has read their logs, and sends a bit of them."""
+    """U is behind with two interests, reads for a moment, and stops: b1 has read the logs, and sends a bit of them."""
     first, *others = stage.edge.logged
     at_one_server = [first, next(each for each in others if stage.log_of(each) is stage.log_of(first))]
     user = stage.user("U", *at_one_server)
