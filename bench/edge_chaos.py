@@ -62,7 +62,7 @@ class _Chaos:
             PeopleOptions(name="dies", record=self._folder / "dies", users=users, storage=self._folder, **common),
         ]
         self._people = [self._begin(options) for options in self._options]
-        stack.callback(lambda: [each.stop() for each in self._people])
+        stack.callback(self._stop_people)
         #: Victims that are not at work now, with what brings them back, and when.
         self._out: list[tuple[float, float, Victim, bool]] = []
         self._disturbances: list[Disturbance] = []
@@ -71,6 +71,10 @@ class _Chaos:
         worker = Worker(live_here, options)
         worker.receive()
         return worker
+
+    def _stop_people(self) -> None:
+        for worker in self._people:
+            worker.stop()
 
     def _ask(self, index: int, order: str) -> Any:
         self._people[index].send(order)

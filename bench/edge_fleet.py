@@ -169,9 +169,7 @@ class EdgeFleet:
             return int(float(found[1]))
 
         files = len(os.listdir(f"/proc/{process}/fd"))
-        return BrokerLook(
-            resident_bytes(process), files, value("sessions"), value("subscriptions"), value("interests")
-        )
+        return BrokerLook(resident_bytes(process), files, value("sessions"), value("subscriptions"), value("interests"))
 
     def faults(self) -> list[str]:
         """Return the errors that brokers and coordinators have logged since their start, each once."""

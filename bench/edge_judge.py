@@ -287,7 +287,9 @@ class Judge:
         self._late_s_max = max(self._late_s_max, late)
         since = at - late
         after = [
-            (at - max(since, each.end), each.what) for each in self._disturbances if each.begin < at and since < each.end
+            (at - max(since, each.end), each.what)
+            for each in self._disturbances
+            if each.begin < at and since < each.end
         ]
         what = min(after)[1] if after else "none"
         self._after_s[what] = max(self._after_s[what], min(after)[0] if after else late)

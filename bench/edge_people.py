@@ -1,7 +1,6 @@
-"""Processes of end users for the trials. Each user is a ``dynamoth_user.Client``; everything that happens is written
-to a file, event by event, so that the file is complete up to a SIGKILL.
+"""Processes of end users for the trials, which write down everything that happens to a file.
 
-A line is a kind and its fields, separated by tabs:
+Each user is a ``dynamoth_user.Client``. Every event is written at once, so the file is complete up to a SIGKILL. A line is a kind and its fields, separated by tabs:
 
 ====  =====================================================================================================
 ``S``  user, channel, epoch, offset, time: a subscription begins behind this position (``-``: no log)
@@ -76,6 +75,7 @@ class People:
         self._numbers: Counter[tuple[str, str]] = Counter()
         self._publishing: list[asyncio.Task[None]] = []
         self._random = Random(options.seed)
+        self._live: Any = None
 
     def _write(self, *fields: object) -> None:
         os.write(self._file, ("\t".join(map(str, fields)) + "\n").encode())
