@@ -1,6 +1,7 @@
 """Processes of end users for the trials, which write down everything that happens to a file.
 
-Each user is a ``dynamoth_user.Client``. Every event is written at once, so the file is complete up to a SIGKILL. A line is a kind and its fields, separated by tabs:
+Each user is a ``dynamoth_user.Client``. Every event is written at once, so the file is complete up to a SIGKILL. A
+line is a kind and its fields, separated by tabs:
 
 ====  =====================================================================================================
 ``S``  user, channel, epoch, offset, time: a subscription begins behind this position (``-``: no log)
