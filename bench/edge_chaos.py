@@ -29,9 +29,7 @@ from dynamoth_demo.brokers.command import SETTINGS
 LOGGED = [f"log.{number}" for number in range(12)]
 LIVE = [f"live.{number}" for number in range(8)]
 LOGGED_PER_USER, LIVE_PER_USER = 4, 3
-HANG_S = 5.0
 PAIR_RATIO = 0.3
-HANG_RATIO = 0.25
 WEIGHTS = {"broker": 4, "log": 3, "server": 3, "users": 3, "coordinator": 1, "agent": 1, "balancer": 1}
 AGAIN_S = 15.0
 """After the last failure everybody receives again within this time."""
@@ -130,7 +128,7 @@ class _Chaos:
     def _hit(self, kind: str) -> None:
         victims = [("users", "")] if kind == "users" else [each for each in self._fleet.victims() if each[0] == kind]
         victim = self._random.choice(victims)
-        hangs = kind != "users" and self._random.random() < HANG_RATIO
+        hangs = kind != "users" and self._random.random() < self._arguments.hang_ratio
         now = time.monotonic()
         if kind == "users":
             self._people[1].kill()
@@ -138,7 +136,7 @@ class _Chaos:
             self._fleet.hang(*victim, is_hanging=True)
         else:
             self._fleet.kill(*victim)
-        away_s = HANG_S if hangs else self._random.uniform(0.5, 6.0)
+        away_s = self._arguments.hang_s if hangs else self._random.uniform(0.5, 6.0)
         sys.stderr.write(f"{now:.2f} {'hang' if hangs else 'kill'} {' '.join(victim)} for {away_s:.1f} s\n")
         self._out.append((now + away_s, now, victim, hangs))
 
@@ -175,6 +173,8 @@ def main() -> None:
     parser.add_argument("--per-s", type=float, default=2.0, help="publications per second and channel")
     parser.add_argument("--durable", action="store_true", help="log servers lose nothing when they are killed")
     parser.add_argument("--victims", nargs="+", choices=list(WEIGHTS), help="only these")
+    parser.add_argument("--hang-s", type=float, default=5.0, help="how long a victim of SIGSTOP hangs")
+    parser.add_argument("--hang-ratio", type=float, default=0.25, help="this share hangs, the others are killed")
     parser.add_argument("--keep", type=Path, help="write what the users have seen to this folder")
     arguments = parser.parse_args()
     with ExitStack() as stack:
