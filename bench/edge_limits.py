@@ -26,6 +26,7 @@ from dynamoth_client import Redis
 from dynamoth_demo.latency import LatencyCounts
 
 MIB = 1 << 20
+REST_S = 10.0
 
 
 def _crowd(stack: ExitStack, fleet: EdgeFleet, **fields: Any) -> Crowd:
@@ -120,7 +121,10 @@ def interests(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Any]
     prefix = "log.own" if arguments.logged else "own"
     crowd = _crowd(stack, fleet, users=arguments.interests // each, own_channels=each, own_prefix=prefix)
     wait_for(lambda: fleet.look("b1").interests == arguments.interests, timeout_s=120)
-    time.sleep(3)
+    processes = {"b1": fleet.brokers["b1"].pid, **{id_: server.pid for id_, server in fleet.logs.items()}}
+    used = {id_: _processor_s(process) for id_, process in processes.items()}
+    time.sleep(REST_S)
+    used = {id_: _processor_s(process) - used[id_] for id_, process in processes.items()}
     after = fleet.look("b1")
     redis = {id_: round(resident_bytes(server.pid) / MIB) for id_, server in fleet.cluster.redis.items()}
     taken = crowd.ask("take")
@@ -132,6 +136,7 @@ def interests(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Any]
         "rss_mib": round(after.resident_bytes / MIB, 1),
         "bytes_per_interest": round((after.resident_bytes - before.resident_bytes) / after.interests),
         "redis_rss_mib": redis,
+        "processor_at_rest": {id_: round(each / REST_S, 2) for id_, each in used.items()},
         "errors": taken["errors"],
         "lost": taken["lost"],
         "faults": fleet.faults(),
