@@ -8,6 +8,7 @@ subscribe and unsubscribe at a rate; what stays. ``logins``: with TLS and withou
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import tempfile
@@ -24,9 +25,12 @@ from bench.edge_fleet import EdgeFleet
 from bench.edge_processes import allow_files, certificate, wait_for
 from dynamoth_client import Redis
 from dynamoth_demo.latency import LatencyCounts
+from dynamoth_user import Client
 
 MIB = 1 << 20
 REST_S = 10.0
+HEAVY_PER_S, HEAVY_BYTES = 50.0, 8000
+"""What those who do not read get besides: their connections are full soon."""
 
 
 def _crowd(stack: ExitStack, fleet: EdgeFleet, **fields: Any) -> Crowd:
@@ -67,6 +71,18 @@ class _Publisher:
         self._client.close()
 
 
+def _publish_logged(url: str, channel: str) -> None:
+    """Publish on a logged channel as long as this process lives."""
+
+    async def publish() -> None:
+        async with Client([url], token=make_token(), proxy=None) as client:
+            while True:
+                await client.publish(channel, "x" * HEAVY_BYTES)
+                await asyncio.sleep(1 / HEAVY_PER_S)
+
+    asyncio.run(publish())
+
+
 def stalled(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Any]:
     """Alternate: 1% of the users read, or do not."""
     fleet = EdgeFleet(stack, ("b1",), servers=1, logs=1)
@@ -76,9 +92,10 @@ def stalled(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Any]:
     publisher = _Publisher(fleet.cluster.url, rates)
     stack.callback(publisher.stop)
     if arguments.heavy.startswith("log."):
-        raise SystemExit("the heavy channel is a live one here")
-    heavy = _Publisher(fleet.cluster.url, {arguments.heavy: (50.0, 8000)})
-    stack.callback(heavy.stop)
+        threading.Thread(target=_publish_logged, args=(fleet.url("b1"), arguments.heavy), daemon=True).start()
+    else:
+        heavy = _Publisher(fleet.cluster.url, {arguments.heavy: (HEAVY_PER_S, HEAVY_BYTES)})
+        stack.callback(heavy.stop)
     time.sleep(5)
     parts: list[dict[str, Any]] = []
     for part in range(arguments.parts):
