@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import struct
 import time
@@ -22,6 +23,7 @@ from dynamoth_daemon import event_loop
 from dynamoth_demo.latency import LatencyCounts
 
 CONNECTS_AT_ONCE = 200
+SMALL_BUFFER_BYTES = 65_536
 PING, MOVED_IN, UNSUBSCRIBED, GAP = b'"ping"', b'"moved_in"', b'"unsubscribed"', b'"gap"'
 MARK = b"sent="
 """What comes before the time at which a publication was sent, in ns, and a blank."""
@@ -93,7 +95,9 @@ class _User(asyncio.Protocol):
         crowd.frames += 1
         place = buffer.find(MARK, begin, end)
         if place >= 0:
-            if self.number >= crowd.options.stalling:
+            if self.number < crowd.options.stalling:
+                crowd.frames_of_stalling += 1
+            else:
                 crowd.latencies.add(time.monotonic_ns() - int(buffer[place + 5 : buffer.index(b" ", place)]))
         elif buffer.find(PING, begin, end) >= 0:
             self.send({"type": "pong"})
@@ -125,6 +129,8 @@ class _Crowd:
         self.loop = asyncio.get_running_loop()
         self.latencies = LatencyCounts()
         self.frames = 0
+        #: Publications that came to those who stall at times.
+        self.frames_of_stalling = 0
         self.gaps = 0
         self.lost: list[int] = []
         self.errors: list[str] = []
@@ -155,12 +161,27 @@ class _Crowd:
             for number in numbers:
                 user = _User(self, number)
                 self.users.append(user)
-                await self.loop.create_connection(lambda user=user: user, "127.0.0.1", self.options.port, ssl=context)
+                connected = await self._connect(is_small=number < self.options.stalling)
+                await self.loop.create_connection(
+                    lambda user=user: user,
+                    sock=connected,
+                    ssl=context,
+                    server_hostname="localhost" if context else None,
+                )
                 await user.ready
 
         begin = time.perf_counter()
         await asyncio.gather(*(connect_some() for _ in range(CONNECTS_AT_ONCE)))
         return time.perf_counter() - begin
+
+    async def _connect(self, *, is_small: bool) -> socket.socket:
+        """Connect a socket; a small one keeps little, so that the broker sees soon that nobody reads."""
+        connected = socket.socket()
+        connected.setblocking(False)
+        if is_small:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
+        await self.loop.sock_connect(connected, ("127.0.0.1", self.options.port))
+        return connected
 
     def take(self) -> dict[str, Any]:
         """Return what has happened, and latencies since the last call."""
@@ -168,6 +189,7 @@ class _Crowd:
         return {
             "latencies": counts,
             "frames": self.frames,
+            "frames_of_stalling": self.frames_of_stalling,
             "gaps": self.gaps,
             "lost": len(self.lost),
             "errors": self.errors[:5],

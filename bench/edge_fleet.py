@@ -160,16 +160,22 @@ class EdgeFleet:
     def look(self, broker: str) -> BrokerLook:
         """Return what a broker holds."""
         process = self.brokers[broker].pid
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_ports[broker]}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
+        text = self._metrics(broker)
 
         def value(name: str) -> int:
-            found = re.search(rf"^dynamoth_broker_{name} (\S+)$", text, re.MULTILINE)
-            assert found is not None, name
-            return int(float(found[1]))
+            return _value(text, name)
 
         files = len(os.listdir(f"/proc/{process}/fd"))
         return BrokerLook(resident_bytes(process), files, value("sessions"), value("subscriptions"), value("interests"))
+
+    def counter(self, broker: str, name: str) -> int:
+        """Return a counter of a broker."""
+        return _value(self._metrics(broker), f"{name}_total")
+
+    def _metrics(self, broker: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_ports[broker]}/metrics", timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
 
     def faults(self) -> list[str]:
         """Return the errors that brokers and coordinators have logged since their start, each once."""
@@ -181,6 +187,12 @@ class EdgeFleet:
             for line in dict.fromkeys(child.lines)
             if any(mark in line for mark in marks)
         ]
+
+
+def _value(text: str, name: str) -> int:
+    found = re.search(rf"^dynamoth_broker_{name} (\S+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return int(float(found[1]))
 
 
 def _free_port() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import sys
 import tempfile
 import threading
@@ -29,7 +30,7 @@ from dynamoth_user import Client
 
 MIB = 1 << 20
 REST_S = 10.0
-HEAVY_PER_S, HEAVY_BYTES = 50.0, 8000
+HEAVY_PER_S, HEAVY_BYTES = 100.0, 8000
 """What those who do not read get besides: their connections are full soon."""
 
 
@@ -52,6 +53,7 @@ class _Publisher:
     def __init__(self, url: str, rates: dict[str, tuple[float, int]]) -> None:
         self._client = Redis.from_url(url)
         self._has_ended = threading.Event()
+        self.published = 0
         self._threads = [
             threading.Thread(target=self._run, args=(channel, *rate), daemon=True) for channel, rate in rates.items()
         ]
@@ -62,6 +64,7 @@ class _Publisher:
         due = time.monotonic()
         while not self._has_ended.wait(max(0.0, due - time.monotonic())):
             self._client.publish(channel, b"sent=%d %s" % (time.monotonic_ns(), b"x" * size))
+            self.published += 1
             due += 1 / per_s
 
     def stop(self) -> None:
@@ -71,56 +74,79 @@ class _Publisher:
         self._client.close()
 
 
-def _publish_logged(url: str, channel: str) -> None:
-    """Publish on a logged channel as long as this process lives."""
+class _LoggedPublisher:
+    """Publishes on a logged channel from a thread, until it is stopped."""
 
-    async def publish() -> None:
+    def __init__(self, url: str, channel: str) -> None:
+        self.published = 0
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(url, channel)), daemon=True)
+        self._thread.start()
+
+    async def _run(self, url: str, channel: str) -> None:
         async with Client([url], token=make_token(), proxy=None) as client:
-            while True:
-                await client.publish(channel, "x" * HEAVY_BYTES)
+            while not self._has_ended.is_set():
+                await client.publish(channel, f"sent={time.monotonic_ns()} {'x' * HEAVY_BYTES}")
+                self.published += 1
                 await asyncio.sleep(1 / HEAVY_PER_S)
 
-    asyncio.run(publish())
+    def stop(self) -> None:
+        self._has_ended.set()
+        self._thread.join()
 
 
 def stalled(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Alternate: 1% of the users read, or do not."""
-    fleet = EdgeFleet(stack, ("b1",), servers=1, logs=1)
+    """Alternate: 1% of the users read, or do not.
+
+    Pings come so rarely here that nobody is closed for silence: with usual ones those who do not read would be gone
+    after half a minute, and later parts would compare nothing. For the same reason it is an error if somebody was
+    closed, or if the broker has not seen each of those who do not read as slow before a part is measured.
+    """
+    fleet = EdgeFleet(stack, ("b1",), servers=1, logs=1, broker_arguments=("--ping-s", "3600"))
     stalling = max(1, arguments.users // 100)
     crowd = _crowd(stack, fleet, users=arguments.users, channels=["all"], stalling=stalling, heavy=arguments.heavy)
     rates = {"all": (arguments.per_s, 180)}
     publisher = _Publisher(fleet.cluster.url, rates)
     stack.callback(publisher.stop)
     if arguments.heavy.startswith("log."):
-        threading.Thread(target=_publish_logged, args=(fleet.url("b1"), arguments.heavy), daemon=True).start()
+        heavy: _Publisher | _LoggedPublisher = _LoggedPublisher(fleet.url("b1"), arguments.heavy)
     else:
         heavy = _Publisher(fleet.cluster.url, {arguments.heavy: (HEAVY_PER_S, HEAVY_BYTES)})
-        stack.callback(heavy.stop)
+    stack.callback(heavy.stop)
     time.sleep(5)
     parts: list[dict[str, Any]] = []
     for part in range(arguments.parts):
         is_reading = part % 2 == 0
+        slow = fleet.counter("b1", "slow_sessions")
         crowd.ask("reading", is_reading)
         time.sleep(arguments.settle_s)
-        crowd.ask("take")
+        slow = fleet.counter("b1", "slow_sessions") - slow
+        if not is_reading and slow < stalling:
+            raise SystemExit(f"only {slow} of {stalling} are slow: this part would compare nothing")
+        before = crowd.ask("take")
         time.sleep(arguments.part_s)
-        taken = crowd.ask("take")
+        taken, look = crowd.ask("take"), fleet.look("b1")
+        if taken["lost"] or look.sessions < arguments.users:
+            raise SystemExit(f"{look.sessions} users are left: this part compares nothing")
         parts.append(
             {
                 "reading": is_reading,
                 "p50_ms": _quantile_ms(taken["latencies"], 0.5),
                 "p99_ms": _quantile_ms(taken["latencies"], 0.99),
                 "deliveries": sum(taken["latencies"].values()),
-                "lost": taken["lost"],
+                "sessions": look.sessions,
                 "gaps": taken["gaps"],
-                "rss_mib": round(fleet.look("b1").resident_bytes / MIB, 1),
+                "heavy": heavy.published,
+                "slow": slow,
+                "frames_of_stalling": taken["frames_of_stalling"] - before["frames_of_stalling"],
+                "rss_mib": round(look.resident_bytes / MIB, 1),
             }
         )
         sys.stderr.write(f"{parts[-1]}\n")
 
     def p99(is_reading: bool) -> float:
         values: list[float] = [each["p99_ms"] for each in parts if each["reading"] is is_reading]
-        return sum(values) / len(values)
+        return statistics.median(values)
 
     return {
         "users": arguments.users,
