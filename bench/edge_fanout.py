@@ -16,7 +16,17 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass
 
-from bench.edge_processes import FRAME, FRAME_BYTES, SYSTEMS, ServerProcess, System, UsersProcess, allow_files, wait_for
+from bench.edge_processes import (
+    FRAME,
+    FRAME_BYTES,
+    SYSTEMS,
+    ServerProcess,
+    System,
+    Usage,
+    UsersProcess,
+    allow_files,
+    wait_for,
+)
 from dynamoth_broker.process.transport import prepare
 from dynamoth_demo.latency import LatencyCounts
 
@@ -72,8 +82,10 @@ class Step:
 
     deliveries_per_s: float
     p99_ms: float
-    #: Of the server, relative to one processor.
+    #: Use of one processor, by the server and by the process of the users. A rate at which the users' process is the
+    #: busier one says nothing about the server, but that it bears at least this.
     server_ratio: float
+    users_ratio: float
 
 
 @dataclass(frozen=True)
@@ -94,18 +106,18 @@ def sustain(system: System, users: int, first: float, factor: float, seconds: fl
     best = 0.0
     try:
         wait_for(lambda: server.users() == users)
-        server.sustain(first / users, 1.0)
-        rate, came = first, crowd.received_bytes()
+        sent, _ = server.sustain(first / users, 1.0)
+        rate, came = first, sent * users * FRAME_BYTES
+        wait_for(lambda: crowd.received_bytes() == came)
         while True:
             crowd.latencies()
-            before = server.usage()
+            before = _processor_s(server.usage()), _processor_s(crowd.usage())
             sent, took = server.sustain(rate / users, seconds)
-            after = server.usage()
-            used = after.user_s + after.system_s - before.user_s - before.system_s
+            used, used_by_users = _processor_s(server.usage()) - before[0], _processor_s(crowd.usage()) - before[1]
             came += sent * users * FRAME_BYTES
-            wait_for(lambda expected=came: crowd.received_bytes() >= expected)  # type: ignore[misc]
+            wait_for(lambda expected=came: crowd.received_bytes() == expected)  # type: ignore[misc]
             p99 = _quantile_ms(crowd.latencies(), 0.99)
-            steps.append(Step(sent * users / took, p99, used / took))
+            steps.append(Step(sent * users / took, p99, used / took, used_by_users / took))
             sys.stderr.write(f"{system}: {steps[-1]}\n")
             if p99 > LATE_MS or steps[-1].deliveries_per_s < rate * KEEPS_UP_RATIO:
                 return Sustained(system, users, best, steps)
@@ -114,6 +126,10 @@ def sustain(system: System, users: int, first: float, factor: float, seconds: fl
     finally:
         crowd.stop()
         server.stop()
+
+
+def _processor_s(used: Usage) -> float:
+    return used.user_s + used.system_s
 
 
 def _quantile_ms(counts: dict[int, int], ratio: float) -> float:

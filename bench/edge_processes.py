@@ -252,6 +252,10 @@ class UsersProcess:
         self._worker.send("latencies")
         return cast("dict[int, int]", self._worker.receive())
 
+    def usage(self) -> Usage:
+        self._worker.send("usage")
+        return cast(Usage, self._worker.receive())
+
     def stop(self) -> None:
         self._worker.stop()
 
@@ -315,11 +319,14 @@ async def _use_all(pipe: Connection, port: int, users: int, tls: bool) -> None:
     commands: asyncio.Queue[str | None] = asyncio.Queue()
     asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: commands.put_nowait(pipe.recv()))
     while True:
-        if await commands.get() == "latencies":
-            pipe.send(dict(_SampledUser.latencies.counts))
-            _SampledUser.latencies = LatencyCounts()
-        else:
-            pipe.send(_User.received_bytes)
+        match await commands.get():
+            case "latencies":
+                pipe.send(dict(_SampledUser.latencies.counts))
+                _SampledUser.latencies = LatencyCounts()
+            case "usage":
+                pipe.send(usage())
+            case _:
+                pipe.send(_User.received_bytes)
 
 
 _keep: list[asyncio.BaseTransport] = []
