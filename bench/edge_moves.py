@@ -43,6 +43,7 @@ from dynamoth_user.machine.events import (
     DeliverGap,
     Failed,
     FrameReceived,
+    Interrupted,
     NeedToken,
     OpenConnection,
     SendFrame,
@@ -65,6 +66,9 @@ class Seen:
     gaps: int = 0
     failed: int = 0
     ready: int = 0
+    #: How often a user was without a broker, and how much of a log was lost.
+    interrupted: int = 0
+    lost_of_log: int = 0
 
 
 class _Socket(asyncio.Protocol):
@@ -171,6 +175,8 @@ class _User:
                 self._seen.gaps += 1
             case Failed():
                 self._seen.failed += 1
+            case Interrupted():
+                self._seen.interrupted += 1
             case _:
                 pass
 
@@ -194,19 +200,22 @@ class _User:
         latest = self._latest.get(name)
         self._seen.delivered += 1
         if latest is not None:
-            self._seen.lost += max(0, number - latest - 1)
+            lost = max(0, number - latest - 1)
+            self._seen.lost += lost
+            self._seen.lost_of_log += lost if name == LOGGED.name else 0
             self._seen.reordered += number <= latest
         self._latest[name] = max(number, latest or 0)
         self._latencies.add(time.monotonic_ns() - sent_ns)
 
 
-def _use(pipe: Pipe, urls: tuple[str, ...], users: int, made_token: str) -> None:
-    event_loop.run(_use_all(pipe, urls, users, made_token))
+def use(pipe: Pipe, urls: tuple[str, ...], users: int, made_token: str, first_number: int = 0) -> None:
+    """Run users: the target of a worker. Whatever it gets, it answers with what was seen."""
+    event_loop.run(_use_all(pipe, urls, users, made_token, first_number))
 
 
-async def _use_all(pipe: Pipe, urls: tuple[str, ...], users: int, made_token: str) -> None:
+async def _use_all(pipe: Pipe, urls: tuple[str, ...], users: int, made_token: str, first_number: int) -> None:
     seen, latencies = Seen(), LatencyCounts()
-    crowd = [_User(number, urls, made_token, seen, latencies) for number in range(users)]
+    crowd = [_User(first_number + number, urls, made_token, seen, latencies) for number in range(users)]
     for first in range(0, users, CONNECTS_AT_ONCE):
         for user in crowd[first : first + CONNECTS_AT_ONCE]:
             user.start()
@@ -261,7 +270,7 @@ class _Bench:
             stack.callback(child.stop)
             wait_for(lambda child=child: any('"the broker has started"' in line for line in child.lines))  # type: ignore[misc]
         self._made_token = make_token()
-        self._worker = Worker(_use, (self._urls["b1"], self._urls["b2"]), users, self._made_token)
+        self._worker = Worker(use, (self._urls["b1"], self._urls["b2"]), users, self._made_token)
         stack.callback(self._worker.stop)
 
     def _ask(self) -> tuple[dict[str, int], dict[str, int], int, dict[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import resource
 import ssl
 import subprocess
@@ -30,12 +31,21 @@ from dynamoth_broker.process.handshake import JSON
 from dynamoth_broker.process.transport import TransportOptions, UserConnection, broadcast, prepare
 from dynamoth_broker.process.websocket import WebSocketServer
 from dynamoth_daemon import event_loop
+from dynamoth_demo.latency import LatencyCounts
 
 System = Literal["broker", "websockets"]
 SYSTEMS: tuple[System, ...] = ("broker", "websockets")
 
-FRAME: Frame = {"type": "data", "s": "A" * 22, "o": 123456, "d": "x" * 138}
+TEXT_CHARACTERS = 138
+FRAME: Frame = {"type": "data", "s": "A" * 22, "o": 123456, "d": "x" * TEXT_CHARACTERS}
 """200 bytes as JSON."""
+
+FRAME_BYTES = len(prepare(FRAME).websocket_json)
+TIME_AT = prepare(FRAME).websocket_json.index(b"xxx")
+"""Where the text begins in a frame on the wire."""
+
+SAMPLE_EVERY = 8
+"""One of so many users takes times."""
 
 HANDSHAKES_AT_ONCE = 256
 USERS_PER_ADDRESS = 250
@@ -88,6 +98,14 @@ class ServerProcess:
         self._worker.send(("fan_out", turns, burst))
         return cast(float, self._worker.receive())
 
+    def sustain(self, per_s: float, seconds: float) -> tuple[int, float]:
+        """Send frames to every user at a rate, whatever becomes of them.
+
+        Returns how many were sent, and how long it took until all were in the sockets.
+        """
+        self._worker.send(("sustain", per_s, seconds))
+        return cast("tuple[int, float]", self._worker.receive())
+
     def stop(self) -> None:
         self._worker.stop()
 
@@ -129,7 +147,13 @@ async def _serve_broker(pipe: Connection, tls: ssl.SSLContext | None) -> None:
     def unsent() -> bool:
         return any(each.unsent_bytes for each in reversed(listener.connections))  # the last one is written to last
 
-    await _obey(pipe, server.port, listener.connections, lambda: broadcast(listener.connections, prepared), unsent)
+    def send(text: str) -> None:
+        broadcast(listener.connections, prepare({**FRAME, "d": text}))
+
+    def send_one() -> None:
+        broadcast(listener.connections, prepared)
+
+    await _obey(pipe, server.port, listener.connections, send_one, send, unsent)
 
 
 async def _serve_websockets(pipe: Connection, tls: ssl.SSLContext | None) -> None:
@@ -142,17 +166,25 @@ async def _serve_websockets(pipe: Connection, tls: ssl.SSLContext | None) -> Non
     server = await websockets_serve(
         handle, "0.0.0.0", 0, ssl=tls, subprotocols=[JSON], compression=None, ping_interval=None, backlog=4096
     )
-    text = prepare(FRAME).sse.removeprefix(b"data: ").strip().decode()
+    fixed = prepare(FRAME).sse.removeprefix(b"data: ").strip().decode()
+
+    def send(text: str) -> None:
+        websockets_broadcast(connections, json.dumps({**FRAME, "d": text}, separators=(",", ":")))
 
     def unsent() -> bool:
         return any(each.transport.get_write_buffer_size() for each in reversed(connections))
 
     port = next(iter(server.sockets)).getsockname()[1]
-    await _obey(pipe, port, connections, lambda: websockets_broadcast(connections, text), unsent)
+    await _obey(pipe, port, connections, lambda: websockets_broadcast(connections, fixed), send, unsent)
 
 
 async def _obey(
-    pipe: Connection, port: int, connections: list[Any], send_one: Callable[[], None], unsent: Callable[[], bool]
+    pipe: Connection,
+    port: int,
+    connections: list[Any],
+    send_one: Callable[[], None],
+    send: Callable[[str], None],
+    unsent: Callable[[], bool],
 ) -> None:
     """Do what the commands in ``pipe`` say, until it ends."""
     commands: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
@@ -166,6 +198,8 @@ async def _obey(
                 pipe.send(len(connections))
             case ("fan_out", int(turns), int(burst)):
                 pipe.send(await _fan_out(turns, burst, send_one, unsent))
+            case ("sustain", float(per_s), float(seconds)):
+                pipe.send(await _sustain(per_s, seconds, send, unsent))
             case other:
                 raise AssertionError(other)
 
@@ -178,6 +212,23 @@ async def _fan_out(turns: int, burst: int, send_one: Callable[[], None], unsent:
         while unsent():  # noqa: ASYNC110 - all is in the sockets before the next turn, so that no two of them join
             await asyncio.sleep(0)
     return time.perf_counter() - begin
+
+
+async def _sustain(
+    per_s: float, seconds: float, send: Callable[[str], None], unsent: Callable[[], bool]
+) -> tuple[int, float]:
+    """Send at a rate, open loop: what is due is sent, several in one turn of the loop if it is late."""
+    begin = time.monotonic()
+    sent = 0
+    while (now := time.monotonic()) < begin + seconds:
+        while begin + sent / per_s <= now:
+            due_ns = int((begin + sent / per_s) * 1e9)
+            send(f"{due_ns:019d}".ljust(TEXT_CHARACTERS, "x"))
+            sent += 1
+        await asyncio.sleep(max(0.0, begin + sent / per_s - time.monotonic()))
+    while unsent():  # noqa: ASYNC110 - a turn of the loop writes more
+        await asyncio.sleep(0)
+    return sent, time.monotonic() - begin
 
 
 # The users.
@@ -195,6 +246,15 @@ class UsersProcess:
         """Return the bytes of frames that have come."""
         self._worker.send(None)
         return cast(int, self._worker.receive())
+
+    def latencies(self) -> dict[int, int]:
+        """Return the classes of latencies of timed frames since the last call; see ``_SampledUser``."""
+        self._worker.send("latencies")
+        return cast("dict[int, int]", self._worker.receive())
+
+    def usage(self) -> Usage:
+        self._worker.send("usage")
+        return cast(Usage, self._worker.receive())
 
     def stop(self) -> None:
         self._worker.stop()
@@ -221,6 +281,28 @@ class _User(asyncio.Protocol):
         sys.exit(f"the server has closed a connection ({exc})")
 
 
+class _SampledUser(_User):
+    """A user that takes times: of the oldest frame of each part that comes, for all frames in it."""
+
+    latencies = LatencyCounts()
+
+    def __init__(self, ready: asyncio.Future[None]) -> None:
+        super().__init__(ready)
+        #: Bytes of the frame that has come in part.
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        is_frames = self._ready is None
+        super().data_received(data)
+        if not is_frames:
+            return
+        data = self._rest + data
+        frames, rest = divmod(len(data), FRAME_BYTES)
+        self._rest = data[len(data) - rest :] if rest else b""
+        if frames and (due := data[TIME_AT : TIME_AT + 19]).isdigit():
+            type(self).latencies.add(time.monotonic_ns() - int(due))
+
+
 def _use(pipe: Connection, port: int, users: int, tls: bool) -> None:
     event_loop.run(_use_all(pipe, port, users, tls))
 
@@ -234,11 +316,17 @@ async def _use_all(pipe: Connection, port: int, users: int, tls: bool) -> None:
     begin = time.perf_counter()
     await asyncio.gather(*(_connect_some(numbers, port, context) for _ in range(HANDSHAKES_AT_ONCE)))
     pipe.send(time.perf_counter() - begin)
-    commands: asyncio.Queue[None] = asyncio.Queue()
+    commands: asyncio.Queue[str | None] = asyncio.Queue()
     asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: commands.put_nowait(pipe.recv()))
     while True:
-        await commands.get()
-        pipe.send(_User.received_bytes)
+        match await commands.get():
+            case "latencies":
+                pipe.send(dict(_SampledUser.latencies.counts))
+                _SampledUser.latencies = LatencyCounts()
+            case "usage":
+                pipe.send(usage())
+            case _:
+                pipe.send(_User.received_bytes)
 
 
 _keep: list[asyncio.BaseTransport] = []
@@ -250,7 +338,7 @@ async def _connect_some(numbers: Iterator[int], port: int, context: ssl.SSLConte
         address = number // USERS_PER_ADDRESS
         ready = loop.create_future()
         transport, _ = await loop.create_connection(
-            lambda ready=ready: _User(ready),
+            lambda ready=ready, kind=_User if number % SAMPLE_EVERY else _SampledUser: kind(ready),
             "127.0.0.1",
             port,
             ssl=context,
