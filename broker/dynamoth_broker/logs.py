@@ -1,4 +1,4 @@
-"""Reads and appends to the logs of interests, at the log servers.
+"""Reads and appends to the logs of interests, at the log servers; sends them scripts of other modules, too.
 
 Reads are shared: whoever asks for the same page while it is under way gets the same answer. A read that the loss of a
 connection has interrupted is sent again; an append is not, as nobody knows whether it took effect.
@@ -22,7 +22,7 @@ from dynamoth.edge.log import (
     read_command,
 )
 from dynamoth.errors import MalformedMessage
-from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Replied, Send
+from dynamoth.machine.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Replied, Send
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.events import BrokerAction, LogLinkChanged
 
@@ -35,6 +35,12 @@ OnPage = Callable[[LogPage | None, float], Sequence[BrokerAction]]
 
 OnAppended = Callable[[Appended | str, float], Sequence[BrokerAction]]
 """Gets the place of what was appended, or why it was not, and the time."""
+
+MakeCommand = Callable[[str, int, LogOptions], tuple[CommandPart, ...]]
+"""Makes a command of run id, new epoch and options, as the commands of logs are made."""
+
+OnReply = Callable[[object, float], Sequence[BrokerAction]]
+"""Gets a reply, or None where there was no answer, or an error, and the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,13 @@ class _Append:
     on_appended: OnAppended
 
 
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A command of another module that is under way."""
+
+    on_reply: OnReply
+
+
 @dataclass(slots=True)
 class _LogServer:
     """One log server."""
@@ -75,6 +88,7 @@ class _LogServer:
     #: Those of publications, which others may share.
     shared: dict[_Page, _Read] = field(default_factory=dict[_Page, _Read])
     appends: dict[_Append, None] = field(default_factory=dict[_Append, None])
+    requests: dict[_Request, None] = field(default_factory=dict[_Request, None])
 
 
 class Logs:
@@ -153,6 +167,34 @@ class Logs:
         command = append_command(interest_id, payload, server.run_id, self._new_epoch(), self._options)
         return [Send(LINK_PREFIX + id_, command, append)]
 
+    def server_of(self, interest_id: str) -> str:
+        """Return the id of the server of a log."""
+        return log_server(interest_id, self._ids)
+
+    def request(self, interest_id: str, make_command: MakeCommand, on_reply: OnReply, now: float) -> list[BrokerAction]:
+        """Send a command to the server of a log. Without an answer it may have taken effect or not."""
+        id_ = log_server(interest_id, self._ids)
+        server = self._servers[id_]
+        if server.run_id is None:
+            return [*on_reply(None, now)]
+        request = _Request(on_reply)
+        server.requests[request] = None
+        self._timers.add(now + self._wait_s, self._unanswered, server, request)
+        command = make_command(server.run_id, self._new_epoch(), self._options)
+        return [Send(LINK_PREFIX + id_, command, request)]
+
+    def _unanswered(self, server: _LogServer, request: _Request, now: float) -> Sequence[BrokerAction]:
+        return self._replied(server, request, None, now)
+
+    def _replied(self, server: _LogServer, request: _Request, value: object, now: float) -> list[BrokerAction]:
+        if request not in server.requests:
+            return []  # it has timed out
+        del server.requests[request]
+        if isinstance(value, ErrorReply):
+            self._counters["log_errors"] += 1
+            value = None
+        return [*request.on_reply(value, now)]
+
     def _send(self, id_: str, reads: Iterable[_Read]) -> list[BrokerAction]:
         server = self._servers[id_]
         if server.run_id is None:
@@ -193,6 +235,8 @@ class Logs:
         actions: list[BrokerAction] = [LogLinkChanged(id_, event.reason)]
         for append in appends:
             actions += append.on_appended("unknown", now)
+        for request in list(server.requests):
+            actions += self._replied(server, request, None, now)
         return actions
 
     def on_reply(self, event: Replied, now: float) -> list[BrokerAction]:
@@ -202,6 +246,8 @@ class Logs:
         if isinstance(tag, _Append):
             del server.appends[tag]
             return self._appended(tag, event.value, now)
+        if isinstance(tag, _Request):
+            return self._replied(server, tag, event.value, now)
         assert isinstance(tag, _Read), f"not a request to a log: {tag!r}"
         if not self._forget(server, tag):
             return []  # it has timed out

@@ -44,6 +44,8 @@ class Subscription:
     #: While CATCHING: the last offset that was sent; of a live interest, how many publications had come. A LIVE
     #: one has that of its interest.
     cursor: int = 0
+    #: Whether others are to see that the session is on the channel.
+    is_present: bool = False
     #: Ended by the user, or with the session.
     is_ended: bool = False
 

@@ -36,7 +36,7 @@ LOG_PREFIX = RESERVED_PREFIX + b"log:"
 FENCED = "FENCED"
 """The first word of the error that refuses a writer of an older term."""
 
-_BEGIN = b"""redis.replicate_commands()
+BEGIN_SCRIPT = b"""redis.replicate_commands()
 local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution')
 local epoch, offset = meta[2], tonumber(meta[3])
 if not epoch or (ARGV[1] ~= '' and meta[1] ~= ARGV[1]) then
@@ -48,9 +48,10 @@ end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 """
+"""The beginning of every script: it sets ``epoch`` and ``offset``, of a new life where the log was lost."""
 
 APPEND_SCRIPT = (
-    _BEGIN
+    BEGIN_SCRIPT
     + b"""local term, execution = tonumber(ARGV[4]), tonumber(ARGV[5])
 if meta[4] and tonumber(meta[4]) > term then
   return redis.error_reply('FENCED by a newer writer, term ' .. meta[4])
@@ -66,7 +67,7 @@ return {epoch, offset, 1}
 )
 
 READ_SCRIPT = (
-    _BEGIN
+    BEGIN_SCRIPT
     + b"""local first = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 first = first and tonumber(string.match(first[1], '^%d+')) or offset + 1
 local after, count, entries = tonumber(ARGV[4]), tonumber(ARGV[5]), {}
@@ -155,7 +156,7 @@ def append_command(
 
     """
     return (
-        b"EVAL", APPEND_SCRIPT, b"2", *log_keys(interest_id), *_begin(run_id, new_epoch, options),
+        b"EVAL", APPEND_SCRIPT, b"2", *log_keys(interest_id), *begin_arguments(run_id, new_epoch, options),
         b"%d" % term, b"%d" % execution, b"%d" % options.retained_min, payload,
     )  # fmt: skip
 
@@ -165,12 +166,13 @@ def read_command(
 ) -> tuple[CommandPart, ...]:
     """Return the command that reads the tip of a log, and up to ``count`` publications behind the offset ``after``."""
     return (
-        b"EVAL", READ_SCRIPT, b"2", *log_keys(interest_id), *_begin(run_id, new_epoch, options),
+        b"EVAL", READ_SCRIPT, b"2", *log_keys(interest_id), *begin_arguments(run_id, new_epoch, options),
         b"%d" % after, b"%d" % count,
     )  # fmt: skip
 
 
-def _begin(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, bytes, bytes]:
+def begin_arguments(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, bytes, bytes]:
+    """Return the arguments of ``BEGIN_SCRIPT``."""
     return b"" if options.durable else run_id.encode(), b"%016x" % new_epoch, b"%d" % round(options.ttl_s * 1000)
 
 
@@ -178,7 +180,7 @@ def _begin(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, byt
 def parse_appended(reply: Any) -> Appended:
     """Read the reply of ``append_command``. Raises MalformedMessage."""
     epoch, offset, is_new = read_array(reply)
-    return Appended(_read_epoch(epoch), int(offset), bool(is_new))
+    return Appended(read_epoch(epoch), int(offset), bool(is_new))
 
 
 @parser("the reply of a log's server")
@@ -189,10 +191,11 @@ def parse_page(reply: Any) -> LogPage:
     for (before, _), (after, _) in pairwise(entries):
         if after != before + 1:
             raise MalformedMessage(f"a log has offset {after} behind {before}")
-    return LogPage(_read_epoch(epoch), int(tip), int(first), entries)
+    return LogPage(read_epoch(epoch), int(tip), int(first), entries)
 
 
-def _read_epoch(value: Any) -> int:
+def read_epoch(value: Any) -> int:
+    """Read an epoch in a reply of a script. Raises MalformedMessage."""
     if not isinstance(value, bytes) or len(value) != 16:
         raise MalformedMessage(f"an epoch has 16 digits, not {shortened(value)}")
     return int(value, 16)
@@ -210,17 +213,7 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     """
     meta_key, stream_key = words[3:5]
     arguments = words[5:]
-    run, epoch, offset_text, term_text, executed = execute(
-        b"HMGET", meta_key, b"run", b"epoch", b"offset", b"term", b"execution"
-    )
-    offset = int(offset_text or 0)
-    if epoch is None or (arguments[0] and run != arguments[0]):
-        epoch, offset, executed = arguments[1], 0, None
-        execute(b"DEL", stream_key)
-        execute(b"HDEL", meta_key, b"execution")
-        execute(b"HSET", meta_key, b"run", arguments[0], b"epoch", epoch, b"offset", b"0")
-    execute(b"PEXPIRE", meta_key, arguments[2])
-    execute(b"PEXPIRE", stream_key, arguments[2])
+    epoch, offset, term_text, executed = evaluate_begin(meta_key, stream_key, arguments, execute)
     if words[1] == READ_SCRIPT:
         after, count = map(int, arguments[3:5])
         return _evaluate_read(stream_key, epoch, offset, after, count, execute)
@@ -236,6 +229,24 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     if execution > 0:
         execute(b"HSET", meta_key, b"execution", b"%d" % execution)
     return [epoch, offset, 1]
+
+
+def evaluate_begin(
+    meta_key: bytes, stream_key: bytes, arguments: Sequence[bytes], execute: Callable[..., Any]
+) -> tuple[bytes, int, bytes | None, bytes | None]:
+    """Do what ``BEGIN_SCRIPT`` does; return epoch, offset, term and execution."""
+    run, epoch, offset_text, term, executed = execute(
+        b"HMGET", meta_key, b"run", b"epoch", b"offset", b"term", b"execution"
+    )
+    offset = int(offset_text or 0)
+    if epoch is None or (arguments[0] and run != arguments[0]):
+        epoch, offset, executed = arguments[1], 0, None
+        execute(b"DEL", stream_key)
+        execute(b"HDEL", meta_key, b"execution")
+        execute(b"HSET", meta_key, b"run", arguments[0], b"epoch", epoch, b"offset", b"0")
+    execute(b"PEXPIRE", meta_key, arguments[2])
+    execute(b"PEXPIRE", stream_key, arguments[2])
+    return epoch, offset, term, executed
 
 
 def _evaluate_read(

@@ -19,6 +19,7 @@ _COUNTERS = {
     "gaps": "Gaps that were sent to users",
     "logs_lost": "Lives of logs that began while users had subscribed",
     "log_errors": "Errors of log servers",
+    "presence_failed": "Changes of presence that a log server has not answered: the next refresh repairs them",
     "slow_sessions": "Times that a user has fallen behind, as the connection was full",
     "sessions_lost": "Users that did not answer a ping",
     "moves_asked": "Users that were asked to move to another broker",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from dynamoth.edge import log
+from dynamoth.edge import log, presence
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
@@ -270,12 +270,15 @@ class RedisServer:
         refusal = self.refuse(process, words)
         if refusal is not None or words[0] != b"EVAL":
             return refusal
-        return self.refuse(process, [b"HSET"] if log.is_script(words) else [*unfenced(words)])
+        is_write = log.is_script(words) or presence.is_script(words)
+        return self.refuse(process, [b"HSET"] if is_write else [*unfenced(words)])
 
     def execute(self, who: str, *words: bytes) -> Any:
         """Execute a command on keys for a process, or for somebody with redis-cli; return its reply."""
         if log.is_script(words):
             return log.evaluate(words, partial(self.execute, who))
+        if presence.is_script(words):
+            return presence.evaluate(words, partial(self.execute, who))
         if words[0] == b"EVAL":
             return evaluate(words, partial(self.execute, who), ErrorReply)
         if words[0] == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
