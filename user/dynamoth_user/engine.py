@@ -24,6 +24,8 @@ from dynamoth_user.machine.events import (
     Failed,
     FrameReceived,
     Interrupted,
+    MemberChanged,
+    MembersListed,
     NeedToken,
     OpenConnection,
     PublishEnded,
@@ -46,7 +48,10 @@ TOKEN_S_MAX = 10.0
 Token = str | Callable[[], Awaitable[str] | str] | None
 """A token, or a function that returns one and may be asynchronous."""
 
-ApplicationAction = Deliver | DeliverGap | Confirmed | Refused | PublishEnded | Served | Interrupted | Failed
+ApplicationAction = (
+    Deliver | DeliverGap | MembersListed | MemberChanged | Confirmed | Refused | PublishEnded
+    | Served | Interrupted | Failed
+)  # fmt: skip
 
 _log = logging.getLogger("dynamoth.user")
 

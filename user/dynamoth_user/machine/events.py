@@ -49,10 +49,14 @@ class TokenReady:
 
 @dataclass(slots=True)
 class AddSubscription:
-    """Event: the application subscribes. ``since`` None: to what is published from now on."""
+    """Event: the application subscribes. ``since`` None: to what is published from now on.
+
+    ``present``: others see that this session is on the channel.
+    """
 
     interest: Interest
     since: Position | None = None
+    present: bool = False
 
 
 @dataclass(slots=True)
@@ -166,6 +170,25 @@ class DeliverGap:
 
 
 @dataclass(slots=True)
+class MembersListed:
+    """Action: these are present on a channel now: user by member. With very many not all are named; all count."""
+
+    interest: Interest
+    members: dict[str, str]
+    count: int
+
+
+@dataclass(slots=True)
+class MemberChanged:
+    """Action: somebody has joined or left since ``MembersListed``."""
+
+    interest: Interest
+    is_join: bool
+    member: str
+    user: str
+
+
+@dataclass(slots=True)
 class Confirmed:
     """Action: a subscription is confirmed, for the first time: what is published from now on is delivered."""
 
@@ -222,8 +245,8 @@ class Failed:
 
 
 UserAction = (
-    OpenConnection | CloseConnection | SendFrame | NeedToken | Deliver | DeliverGap | Confirmed | Refused | PublishEnded
-    | Served | Interrupted | Failed
+    OpenConnection | CloseConnection | SendFrame | NeedToken | Deliver | DeliverGap | MembersListed | MemberChanged
+    | Confirmed | Refused | PublishEnded | Served | Interrupted | Failed
 )  # fmt: skip
 
 

@@ -75,6 +75,8 @@ class UserSubscription:
     handled: Position | None = None
     acknowledged: Position | None = None
     is_confirmed: bool = False
+    #: Whether others see that this session is on the channel.
+    is_present: bool = False
     #: Known from the first confirmation on.
     is_live: bool | None = None
     #: A live one whose connection was lost since its confirmation: a gap is due with the next confirmation.
@@ -87,4 +89,4 @@ class UserSubscription:
 
     def wanted(self, ref: int) -> Wanted:
         """Return what a broker is asked for."""
-        return Wanted(ref, self.interest, self.received)
+        return Wanted(ref, self.interest, self.received, self.is_present)
