@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from dynamoth.edge.interests import Interest
+from dynamoth.edge.interests import Interest, presence_interest
 from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth_broker.events import BrokerOptions, Drain, EndDrain
 from dynamoth_sim.audit import Violation
@@ -15,7 +15,6 @@ from dynamoth_sim.edge.users import UserApp
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, SHORT_USER_OPTIONS, EdgeOptions, EdgeWorld
 from dynamoth_sim.load.clients import Client
 from dynamoth_sim.world.world import World
-from dynamoth_user.machine.events import AddSubscription
 
 HOLD_S_MAX = 1.5
 RECOVERY_S = 4.0
@@ -106,6 +105,21 @@ EDGE_PROFILES = {
             losses_allowed=True,
             edge=EdgeOptions(logs_may_fail=True, retained_min=8),
         ),
+        EdgeProfile(
+            name="edge-presence",
+            faults=(
+                *PLANNED,
+                *CRASHES,
+                "quit user",
+                "pause broker",
+                "pause user",
+                "restart log",
+                "restore log",
+                "flush log",
+            ),
+            losses_allowed=True,
+            edge=EdgeOptions(logs_may_fail=True, presence=("ch0", "log1"), unread_max=100),
+        ),
     )
 }
 
@@ -134,6 +148,7 @@ class EdgeChaos:
             "cut coordinator": self._cut_coordinator,
             "crash broker": self._crash_broker,
             "crash user": self._crash_user,
+            "quit user": self._quit_user,
             "cut user": self._cut_user,
             "freeze user": self._freeze_user,
             "cut log": self._cut_log,
@@ -234,7 +249,7 @@ class EdgeChaos:
         if missing and user.process is not None and not user.process.paused:
             interest = self._random.choice(missing)
             user.interests.append(interest)
-            user.process.handle(AddSubscription(interest))
+            user.process.handle(user.wanted(interest))
 
     def _leave(self) -> None:
         user = self._random.choice(self._edge.users)
@@ -294,6 +309,13 @@ class EdgeChaos:
         user = self._random.choice(self._edge.users)
         if user.is_alive:
             user.crash()
+            self._until(DOWN_S_MAX * self._random.random(), lambda: None if user.is_alive else user.start())
+
+    def _quit_user(self) -> None:
+        """A user closes the application, and opens it again later; perhaps at once."""
+        user = self._random.choice(self._edge.users)
+        if user.process is not None and not user.process.paused:
+            user.quit()
             self._until(DOWN_S_MAX * self._random.random(), lambda: None if user.is_alive else user.start())
 
     def _cut_user(self) -> None:
@@ -363,7 +385,7 @@ def _live(edge: EdgeWorld, profile: EdgeProfile) -> list[Violation]:
     world.run_until(world.now + RECOVERY_S)
     if not world.run_until_true(cluster.settled, world.now + SETTLE_S_MAX):
         violations.append(Violation("settling", "; ".join(cluster.unsettled()), world.now))
-    violations += edge.problems()
+    violations += [*edge.problems(), *edge.problems_of_presence()]
     edge.logged_audit.calm()
     cluster.audit.calm()
     workload.publish_everywhere()
@@ -389,7 +411,11 @@ class _Workload:
         every = [*edge.logged, *edge.live]
         for number in range(USERS):
             interests = random.sample(every, random.randint(1, len(every)))
-            self._start(edge.add_user(f"u{number}", interests))
+            user = edge.add_user(f"u{number}", interests)
+            if edge.options.presence:
+                user.present.update(random.sample(edge.options.presence, random.randint(1, len(edge.options.presence))))
+                interests.append(presence_interest(random.choice(edge.options.presence)))
+            self._start(user)
         for number in range(PUBLISHERS):
             user = edge.add_user(f"v{number}", [random.choice(edge.logged)])
             self._publishers.append(user)

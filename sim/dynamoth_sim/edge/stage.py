@@ -25,7 +25,6 @@ from dynamoth_sim.scenarios.stage import Stage
 from dynamoth_sim.world.network import Delays
 from dynamoth_sim.world.redis import RedisServer
 from dynamoth_sim.world.world import World
-from dynamoth_user.machine.events import AddSubscription
 
 AT_ONCE_S = 0.3
 """Within this everything that is under way has arrived and was handled, where nothing is held up."""
@@ -95,7 +94,7 @@ class EdgeStage(Stage):
         """Let a user subscribe to one more interest."""
         assert user.process is not None
         user.interests.append(interest)
-        user.process.handle(AddSubscription(interest))
+        user.process.handle(user.wanted(interest))
 
     def wait_served(self, user: UserApp, by: str | None = None) -> None:
         """Wait until a broker serves a user with everything."""
@@ -281,4 +280,6 @@ class EdgeStage(Stage):
 
     def violations(self) -> list[Violation]:
         """Return everything that went wrong."""
-        return [*super().violations(), *self.edge.problems(), *self.edge.logged_audit.finish(self.world.now)]
+        edge = self.edge
+        problems = [*edge.problems(), *edge.problems_of_presence()]
+        return [*super().violations(), *problems, *edge.logged_audit.finish(self.world.now)]
