@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dynamoth_sim.edge.scenarios_of_logs import BACKLOG, OF_LOGS
 from dynamoth_sim.edge.scenarios_of_moves import MOVING
+from dynamoth_sim.edge.scenarios_of_presence import OF_PRESENCE
 from dynamoth_sim.edge.stage import AT_ONCE_S, NEVER_S, SELDOM_CHECKED, EdgeScenario, EdgeStage
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions
 
@@ -310,5 +311,6 @@ EDGE_SCENARIOS: dict[str, EdgeScenario] = {
     "edge-tip-after-confirmation": EdgeScenario(tip_after_confirmation, edge=SELDOM_CHECKED),
     **OF_LOGS,
     **MOVING,
+    **OF_PRESENCE,
 }
 """Every scenario by its name."""

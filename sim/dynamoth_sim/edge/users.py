@@ -188,6 +188,11 @@ class UserApp:
         if len(waiting) != len(self._queue):
             self._queue = deque(waiting)
 
+    def prefer(self, url: str) -> None:
+        """Let the next start try this broker first."""
+        others = tuple(each for each in self._options.urls if each != url)
+        self._options = replace(self._options, urls=(url, *others))
+
     # Connections.
 
     def receive(self, wire: Wire, frame: WireFrame) -> None:
