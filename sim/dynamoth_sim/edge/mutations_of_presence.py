@@ -72,7 +72,7 @@ def leases_do_not_end() -> AbstractContextManager[None]:
     def change(
         id_: str, changes: Any, broker: str, leases: Leases, run_id: str, epoch: int, options: LogOptions
     ) -> Any:
-        return command(id_, changes, broker, leases, run_id, epoch, opts, expired_max=0)
+        return command(id_, changes, broker, leases, run_id, epoch, options, expired_max=0)
 
     def list_members(id_: str, run_id: str, epoch: int, options: LogOptions) -> Any:
         return listing(id_, run_id, epoch, options, expired_max=0)
