@@ -46,13 +46,22 @@ class EdgeProfile(Setting):
     edge: EdgeOptions = field(default_factory=EdgeOptions)
 
 
-PLANNED = ("move user", "move user", "move users", "join", "leave", "drain broker")
+MOVES = ("move user", "move user", "move users", "drain broker")
+PLANNED = (*MOVES[:3], "join", "leave", "drain broker")
 CRASHES = ("crash broker", "crash user", "cut user", "cut log", "freeze user")
 
 PATIENT = EdgeOptions(
     broker=replace(SHORT_BROKER_OPTIONS, pong_timeout_s=5.0), user=replace(SHORT_USER_OPTIONS, silence_s=5.0)
 )
 """Nobody takes an end that was paused, perhaps several times in a row, for dead."""
+
+STEADY = replace(
+    PATIENT,
+    broker=replace(PATIENT.broker, presence_grace_s=2.0, presence_ttl_s=4.0),
+    presence=("ch0", "log1"),
+    presence_is_steady=True,
+)
+"""Every user comes back within the time of grace."""
 
 COORDINATOR_FAULTS = ("crash coordinator", "pause coordinator", "cut coordinator")
 
@@ -119,6 +128,12 @@ EDGE_PROFILES = {
             ),
             losses_allowed=True,
             edge=EdgeOptions(logs_may_fail=True, presence=("ch0", "log1"), unread_max=100),
+        ),
+        EdgeProfile(
+            name="edge-presence-steady",
+            faults=(*MOVES, "crash broker", "cut user", "cut log", "pause broker", "pause user", "lose publication"),
+            losses_allowed=True,
+            edge=STEADY,
         ),
     )
 }

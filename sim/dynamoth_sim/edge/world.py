@@ -98,6 +98,8 @@ class EdgeOptions:
     live: tuple[str, ...] = ("ch0", "ch1")
     #: Those on which users see who is present.
     presence: tuple[str, ...] = ()
+    #: Whether every user comes back in time and unsubscribes from nothing: nobody may see anybody leave.
+    presence_is_steady: bool = False
     #: Whether publications of logged interests may be lost, with a gap: where their servers fail.
     logs_may_fail: bool = False
     retained_min: int = 1000
@@ -220,6 +222,10 @@ class EdgeWorld:
     def problems_of_presence(self) -> list[Violation]:
         """Return where the members that a log server has, or that a user sees, are not those who are connected."""
         found: list[Violation] = []
+        for user in self.users if self.options.presence_is_steady else ():
+            left = [member for kind, member in user.changes if kind == "leave"]
+            if left:
+                found.append(Violation("presence", f"{user.name} sees {len(left)} members leave", self.world.now))
         for channel in self.options.presence:
             present, id_ = self.present(channel), presence_interest(channel).id
             stored = self.logs[log_server(id_, tuple(self.logs))].hash(presence_keys(id_)[2])
