@@ -120,6 +120,7 @@ EDGE_PROFILES = {
                 *PLANNED,
                 *CRASHES,
                 "quit user",
+                "lose user",
                 "pause broker",
                 "pause user",
                 "restart log",
@@ -164,6 +165,7 @@ class EdgeChaos:
             "crash broker": self._crash_broker,
             "crash user": self._crash_user,
             "quit user": self._quit_user,
+            "lose user": self._lose_user,
             "cut user": self._cut_user,
             "freeze user": self._freeze_user,
             "cut log": self._cut_log,
@@ -332,6 +334,12 @@ class EdgeChaos:
         if user.process is not None and not user.process.paused:
             user.quit()
             self._until(DOWN_S_MAX * self._random.random(), lambda: None if user.is_alive else user.start())
+
+    def _lose_user(self) -> None:
+        """A user who is present dies, and does not come back."""
+        alive = [user for user in self._edge.users if user.is_alive and user.present]
+        if len(alive) > USERS // 2:
+            self._random.choice(alive).abandon()
 
     def _cut_user(self) -> None:
         wires = [wire for user in self._served() for wire in user.wires.values()]

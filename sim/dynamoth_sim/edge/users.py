@@ -149,6 +149,15 @@ class UserApp:
         self._end_process("quits")
         self._end_publish(failed=True)
 
+    def abandon(self) -> None:
+        """End at once, and for good."""
+        self.crash()
+        for interest in self.interests:
+            if interest.id in self._stored and interest.kind == "channel":
+                channel, audit = interest.name.encode(), self.edge.audit_of(interest)
+                audit.ended(self._subscriber(interest), channel, self.world.now)
+        self.interests.clear()
+
     def _end_process(self, reason: str) -> None:
         assert self.process is not None
         self.process.crash(reason)
