@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -83,21 +83,13 @@ GRACE_RATIO = 0.8
 RETRY_MS = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A session of this broker that is present. ``user`` is JSON."""
-
-    generation: int
-    user: str
-
-
 @dataclass(slots=True, eq=False)
 class _Channel:
     """What this broker knows of the presence of one channel."""
 
     interest: Interest
-    #: Sessions of this broker, by member.
-    members: dict[str, _Member] = field(default_factory=dict[str, _Member])
+    #: Sessions of this broker, by member: what is said of them again and again.
+    members: dict[str, Change] = field(default_factory=dict[str, Change])
     #: The latest change of each member that was not sent, or not answered, and when it came.
     waiting: dict[str, tuple[Change, float]] = field(default_factory=dict[str, "tuple[Change, float]"])
     #: Whether the channel is to be touched, though nothing has changed.
@@ -145,6 +137,11 @@ class Presence:
         self._refreshes: deque[tuple[float, _Channel]] = deque()
         self._is_looking = False
 
+    @property
+    def members(self) -> int:
+        """How many members of channels the users of this broker are."""
+        return sum(len(channel.members) for channel in self._channels.values())
+
     def is_listed(self, channel: str) -> bool:
         """Return whether the operator has listed a channel."""
         name = channel.encode()
@@ -160,10 +157,10 @@ class Presence:
         if interest.kind == "presence":
             self._channel(interest.name, now).shared = subscription.interest
         elif subscription.is_present and session.leaving_channels is None:
-            member = _Member(session.generation, user_text(session.grant.user))
+            member = Change("enter", _id_of(session), session.generation, user_text(session.grant.user))
             channel = self._channel(interest.name, now)
-            channel.members[_id_of(session)] = member
-            self._change(channel, "enter", _id_of(session), member, now)
+            channel.members[member.member] = member
+            self._change(channel, member, now)
         elif interest.kind == "channel":
             self._remove(session, interest.name, "exit", now)
 
@@ -203,7 +200,7 @@ class Presence:
         if kind is None:
             channel.waiting.pop(id_, None)
         else:
-            self._change(channel, kind, id_, member, now)
+            self._change(channel, replace(member, kind=kind), now)
         if kind == "release":
             self._timers.add(now + self._leases.grace_s + GRACE_MARGIN_S, self._end_grace, name)
 
@@ -223,8 +220,8 @@ class Presence:
                 self._timers.add(now + self._refresh_s / LOOKS_PER_REFRESH, self._look)
         return channel
 
-    def _change(self, channel: _Channel, kind: Kind, id_: str, member: _Member, now: float) -> None:
-        channel.waiting[id_] = Change(kind, id_, member.generation, member.user), now
+    def _change(self, channel: _Channel, change: Change, now: float) -> None:
+        channel.waiting[change.member] = change, now
         self._changed[channel] = None
 
     def _touch(self, channel: _Channel) -> None:
@@ -232,8 +229,10 @@ class Presence:
         self._changed[channel] = None
 
     def _look(self, now: float) -> Sequence[BrokerAction]:
-        """Refresh the channels that are due, and forget those in which nobody is interested any more."""
-        while self._refreshes and self._refreshes[0][0] <= now:
+        """Refresh the channels that are due, not too many at once, and forget those in which nobody is interested."""
+        for _ in range(1 + 2 * len(self._refreshes) // LOOKS_PER_REFRESH):
+            if not self._refreshes or self._refreshes[0][0] > now:
+                break
             _, channel = self._refreshes.popleft()
             if channel.is_over:
                 del self._channels[channel.interest.name]
@@ -248,7 +247,7 @@ class Presence:
     def _refresh(self, channel: _Channel, now: float) -> None:
         """Name all members again, and try again what has failed."""
         for id_, member in channel.members.items():
-            channel.waiting.setdefault(id_, (Change("enter", id_, member.generation, member.user), now))
+            channel.waiting.setdefault(id_, (member, now))
         if channel.waiting or channel.is_used:
             self._touch(channel)
 

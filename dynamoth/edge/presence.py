@@ -11,7 +11,8 @@ server. When a lease ends, the next script that touches the channel removes the 
 
 *Generations.* A session may be at several brokers for a while: it moves, or one of them does not know yet that its
 connection is dead. Each change names the generation of the connection, and one of an older connection than the stored
-one does nothing. So a former broker cannot remove a session that is elsewhere by now.
+one does nothing. So a former broker cannot remove a session that is elsewhere by now. But where the lease is half over,
+the broker of the newer connection has failed to renew it: then one with an older connection takes the member over.
 
 *Release.* A broker that does not know whether a session is over releases the member: the generation becomes 0, and the
 lease a short one. Any broker that serves the session takes the member over, and nobody notices; else the lease ends.
@@ -94,7 +95,8 @@ CHANGE_SCRIPT = (
   local kind, member, generation = ARGV[each], ARGV[each + 1], tonumber(ARGV[each + 2])
   local stored, left = redis.call('HGET', KEYS[3], member), redis.call('HGET', KEYS[5], member)
   local latest = tonumber(stored and string.match(stored, '^%d+') or left or 0)
-  if latest <= generation then
+  local lease = kind == 'enter' and stored and tonumber(redis.call('ZSCORE', KEYS[4], '+' .. member) or 0)
+  if latest <= generation or (lease and lease - now < ARGV[7] / 2) then
     if kind == 'enter' then
       local entered = ARGV[each + 2] .. ' ' .. ARGV[6] .. ' ' .. ARGV[each + 3]
       if left then
@@ -339,7 +341,7 @@ class _Model:
         _, lease, grace, fence = self.arguments[5:9]
         stored, left = execute(b"HGET", self.members, member), execute(b"HGET", self._left, member)
         latest = int(stored.split(b" ")[0] if stored else left or 0)
-        if latest > int(generation):
+        if latest > int(generation) and not (kind == b"enter" and stored and self._is_half_over(member, int(lease))):
             return
         if kind == b"enter":
             entered = b"%b %b %b" % (generation, self.arguments[5], user)
@@ -376,6 +378,10 @@ class _Model:
         for key in (self.stream, self.members, self._due, self._left):
             execute(b"PEXPIRE", key, self.arguments[2])
         return [self._epoch, self._offset, int(len(due) == int(most)), len(self._events), *self._events]
+
+    def _is_half_over(self, member: bytes, lease_ms: int) -> bool:
+        due = self._execute(b"ZSCORE", self._due, _LEASES + member)
+        return float(due or 0) - self._now < lease_ms / 2
 
     def _add_due(self, name: bytes, delay_ms: bytes) -> None:
         self._execute(b"ZADD", self._due, b"%d" % (self._now + int(delay_ms)), name)

@@ -8,6 +8,16 @@ from typing import Any
 
 import pytest
 
+from dynamoth.edge.frames import (
+    AskMembers,
+    Members,
+    Subscribe,
+    UserFrame,
+    Wanted,
+    read_broker_frame,
+    read_user_frame,
+    to_wire,
+)
 from dynamoth.edge.interests import channel_interest, presence_interest
 from dynamoth.edge.log import LogOptions, log_keys, read_command
 from dynamoth.edge.log import parse_page as parse_log
@@ -84,6 +94,17 @@ STORIES: dict[str, list[Command]] = {
         change("enter", ANN, 5, OVER),
         change("enter", ANN, 5),
         change("enter", ANN, 4, OVER),
+        members(),
+        log(),
+    ],
+    "an older connection takes over where a newer one has not renewed the lease": [
+        change("enter", ANN, 5, Leases(100.0, 0.0, 1000.0)),
+        change("exit", ANN, 4),
+        change("enter", ANN, 4, Leases(150.0, 0.0, 1000.0)),
+        change("exit", ANN, 4),
+        members(),
+        change("enter", ANN, 4, Leases(1000.0, 0.0, 1000.0)),
+        change("exit", ANN, 4),
         members(),
         log(),
     ],
@@ -222,6 +243,41 @@ def test_a_reply_of_something_else_is_malformed(reply: Any) -> None:
 def test_a_publication_of_something_else_is_malformed(payload: bytes) -> None:
     with pytest.raises(MalformedMessage):
         read_event(payload)
+
+
+@pytest.mark.parametrize("frame", [AskMembers(3, INTEREST), Subscribe(Wanted(1, channel_interest("room"), None, True))])
+def test_frames_of_users_are_read_as_they_were_written(frame: UserFrame) -> None:
+    assert read_user_frame(to_wire(frame)) == frame
+
+
+def test_frames_on_the_wire() -> None:
+    position = {"epoch": "000000000000000a", "offset": 4}
+    wire = {"type": "members", "ref": 3, "members": [["ann", "m" * 22]], "count": 9, **position}
+    assert to_wire(Members(3, (("m" * 22, "ann"),), 9, Position(10, 4))) == wire
+    assert read_broker_frame(wire) == Members(3, (("m" * 22, "ann"),), 9, Position(10, 4))
+    assert to_wire(AskMembers(3, INTEREST)) == {"type": "members", "ref": 3, "channel": "room"}
+    assert to_wire(Subscribe(Wanted(1, INTEREST, Position(10, 4)))) == {
+        "type": "subscribe",
+        "ref": 1,
+        "presence": "room",
+        "since": position,
+    }
+
+
+@pytest.mark.parametrize(
+    "fields", [{"members": [["ann"]]}, {"members": [["ann", "short"]]}, {"members": [[1, "m" * 22]]}, {"count": -1}]
+)
+def test_answers_that_cannot_be_read(fields: dict[str, Any]) -> None:
+    wire = {"type": "members", "ref": 3, "members": [], "count": 0, "epoch": "0" * 16, "offset": 4}
+    read_broker_frame(wire)
+    with pytest.raises(MalformedMessage):
+        read_broker_frame(wire | fields)
+
+
+def test_a_subscription_is_to_one_thing() -> None:
+    for fields in ({"channel": "a", "presence": "a"}, {"query": "a", "presence": "a"}, {}):
+        with pytest.raises(MalformedMessage):
+            read_user_frame({"type": "subscribe", "ref": 1, **fields})
 
 
 def test_what_others_see_of_a_session() -> None:

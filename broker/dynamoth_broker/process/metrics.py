@@ -44,6 +44,7 @@ def _collect(machine: BrokerMachine, lag_s: Callable[[], float]) -> Iterator[Met
     yield gauge("sessions", "Users that are connected", len(machine.sessions))
     yield gauge("subscriptions", "Subscriptions of users", subscriptions)
     yield gauge("interests", "Different subscriptions; Redis sees each once", len(machine.interests))
+    yield gauge("members", "Users who are present on a channel, once for each channel", machine.presence.members)
     yield gauge("draining", "1 while users are moved away, and none are taken", machine.is_draining)
     yield gauge("logs_down", "Log servers that do not answer", len(machine.logs.faults))
     rates = machine.control.rates

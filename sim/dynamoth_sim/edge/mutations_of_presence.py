@@ -13,7 +13,7 @@ from dynamoth.edge.presence import Change, Kind, Leases
 from dynamoth.edge.publications import Position
 from dynamoth_broker import presence
 from dynamoth_broker.presence import Presence
-from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 from dynamoth_user.machine import migration
 from dynamoth_user.machine.presence import Rosters
 from dynamoth_user.machine.records import UserSubscription
@@ -62,6 +62,11 @@ def lost_is_an_exit() -> AbstractContextManager[None]:
 def failed_moves_are_exits() -> AbstractContextManager[None]:
     """A user closes the connection to the target of a failed move as if it quit."""
     return replaced(migration, MOVE_FAILED=migration.NORMAL)
+
+
+def newer_connections_stay_newer() -> AbstractContextManager[None]:
+    """An older connection takes no member over, though the lease of the newer one is not renewed."""
+    return replaced(edge_presence._Model, _is_half_over=returning(False))
 
 
 def leases_do_not_end() -> AbstractContextManager[None]:
@@ -131,6 +136,7 @@ CHECKS_OF_PRESENCE: tuple[Check, ...] = (
     Check("edge-presence-joins-and-leaves", ends_are_not_sent, "expected"),
     Check("edge-presence-moves", left_is_an_exit, "expected"),
     Check("edge-presence-move-fails", failed_moves_are_exits, "expected"),
+    Check("edge-presence-move-target-dies", newer_connections_stay_newer, "expected"),
     Check("edge-presence-broker-dies", leases_do_not_end, "expected"),
     Check("edge-presence-broker-dies", leases_do_not_end, "presence"),
     Check("edge-presence-connection-lost", lost_is_an_exit, "expected"),

@@ -107,6 +107,22 @@ def move_fails(stage: EdgeStage) -> None:
     _expect(stage, watcher, ("join", "U"))
 
 
+def move_target_dies(stage: EdgeStage) -> None:
+    """As before, but b2 dies before the move has failed: b1 takes U's member over, and W sees nothing."""
+    watcher = _watcher(stage)
+    quiet = _quiet_log(stage)
+    user = _member(stage, "U", "b1", quiet)
+    stage.run(AT_ONCE_S)
+    with stage.log_held("b2", quiet, to_server=True):
+        stage.ask_to_move(user, "b2")
+        stage.wait("b2 names U", lambda: stage.broker("b2").machine.presence.members == 1)
+        stage.run(AT_ONCE_S)
+        stage.broker("b2").crash()
+    stage.run(2 * TTL_S)
+    stage.expect("U is at b1", stage.is_served(user, "b1"))
+    _expect(stage, watcher, ("join", "U"))
+
+
 def broker_dies(stage: EdgeStage) -> None:
     """b1 dies, and U with it; V goes on at another broker: W sees that U has left, after a lease, and nothing of V."""
     watcher = _watcher(stage)
@@ -202,5 +218,6 @@ OF_PRESENCE: dict[str, EdgeScenario] = {
     "edge-presence-late-exit": EdgeScenario(late_exit, edge=PRESENT, losses_allowed=True),
     "edge-presence-log-restarts": EdgeScenario(log_restarts, edge=LOGS_FAIL, losses_allowed=True),
     "edge-presence-move-fails": EdgeScenario(move_fails, edge=PRESENT),
+    "edge-presence-move-target-dies": EdgeScenario(move_target_dies, edge=PRESENT, losses_allowed=True),
     "edge-presence-moves": EdgeScenario(moves, edge=PRESENT),
 }

@@ -63,6 +63,7 @@ class KeySpace:
             b"XRANGE": self._xrange,
             b"ZADD": self._zadd,
             b"ZREM": self._zrem,
+            b"ZSCORE": self._zscore,
             b"ZRANGEBYSCORE": self._zrangebyscore,
         }
 
@@ -207,6 +208,10 @@ class KeySpace:
         if not scores:
             self._delete(words[1])
         return removed
+
+    def _zscore(self, words: Sequence[bytes]) -> Any:
+        score = self._sorted_sets.get(words[1], {}).get(words[2])
+        return None if score is None else b"%d" % score
 
     def _zrangebyscore(self, words: Sequence[bytes]) -> Any:
         _, key, least, most, limit, skip, count = words
