@@ -23,6 +23,7 @@ from dynamoth.edge.interests import Interest, channel_interest, presence_interes
 from dynamoth.edge.presence import CHANGE_SCRIPT, MEMBERS_SCRIPT, member_id
 from dynamoth.edge.publications import LoggedPublication, Position, unpack_publication
 from dynamoth.machine.events import ErrorReply, Replied, Send
+from dynamoth_broker import presence
 from dynamoth_broker.events import (
     LOST,
     MOVE_FAILED,
@@ -35,6 +36,7 @@ from dynamoth_broker.events import (
     PublishMessage,
     Refreshed,
     Stop,
+    Transmit,
 )
 from dynamoth_broker.presence import CHANGES_MAX
 from tests.broker.test_machine import EPOCH, LOG, NO_PINGS, Broker, frames
@@ -317,6 +319,22 @@ def test_who_asks_while_members_are_read_gets_later_ones_and_all_of_them_get_the
     actions = broker.answer(second, b"joined", rest=(0,))
     assert frames(actions, 2) == [Members(8, (), 0, Position(EPOCH, 1))]
     assert frames(actions, 3) == [Members(10, (), 0, Position(EPOCH, 1))]
+
+
+def test_long_lists_are_not_sent_to_everybody_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "NAMES_AT_ONCE", 2)
+    broker = PresentBroker()
+    for number in range(6):
+        broker.open(number, grant=ANN)
+    [first] = only(Send, ask(broker, 0))
+    for number in range(1, 6):
+        ask(broker, number)
+    [second] = only(Send, broker.answer(first, rest=(0,)))
+    broker.tell(Closed(4))
+    row = b"m" * 22, b'"bob"'
+    answered = [only(Transmit, broker.answer(second, rest=(1, *row)))]
+    answered += [only(Transmit, broker.pass_time(presence.ANSWER_INTERVAL_S + 0.001)) for _ in range(3)]
+    assert [[each.connection for each in some] for some in answered] == [[1, 2], [3], [5], []]
 
 
 def test_members_that_cannot_be_read_are_an_error() -> None:
