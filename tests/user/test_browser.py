@@ -239,10 +239,10 @@ async def test_text_bytes_gaps_and_failing_handlers(browser: Browser) -> None:
 @asynchronous
 async def test_who_is_present(browser: Browser) -> None:
     async with world(browser) as w:
-        await w.page.evaluate("""connect(["a"]).subscribe({ channel: "room", present: true }, take) && null""")
-        await w.page.evaluate("""(window.room = client.presence("room", ({ type, user }) => {
-            events.push([type, user, [...room.members.values()].sort().join(), room.count]);
-        })) && null""")
+        await w.page.evaluate("""connect(["a"]).subscribe({ channel: "room", present: true }, take)
+            && (window.room = client.presence("room", ({ type, user }) => {
+                events.push([type, user, [...room.members.values()].sort().join(), room.count]);
+            })) && null""")
         connection = await w.connection()
         own, watched = (await connection.accept("a", name_of=lambda each: each.get("channel", "members")))["subs"]
         assert (own["present"], watched["presence"]) == (True, "room")
