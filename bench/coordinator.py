@@ -19,6 +19,8 @@ from functools import partial
 
 import msgpack
 
+from dynamoth.edge.control import BrokerReport, Candidates
+from dynamoth_broker.candidates import busiest, choose_candidates, user_load_class
 from dynamoth_broker.coordinator.controller import Controller
 from dynamoth_broker.coordinator.events import (
     Answered,
@@ -31,13 +33,6 @@ from dynamoth_broker.coordinator.events import (
     Tick,
 )
 from dynamoth_broker.coordinator.placement import LeastLoadedPlacement
-from dynamoth_broker.coordinator.reports import (
-    BrokerReport,
-    Candidates,
-    busiest,
-    choose_candidates,
-    user_load_class,
-)
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
 
 DECISION_S_MAX = 5.0

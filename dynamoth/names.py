@@ -55,6 +55,8 @@ BROKER_PREFIX = RESERVED_PREFIX + b"coordinator:to-broker:"
 """Prefix of the id of an edge broker: the coordinator sends to this one."""
 COORDINATOR_LEASE_KEY = RESERVED_PREFIX + b"coordinator"
 """String at every server: which coordinator of edge brokers is at work. Expires by itself."""
+COORDINATOR_ORDERS_KEY = RESERVED_PREFIX + b"coordinator.orders"
+"""String at every server: the pause and the pinned users that operators have ordered. The coordinator writes it."""
 ANNOUNCE_CHANNEL = RESERVED_PREFIX + b"client:announce"
 """Subscribers tell the agent of a server which channels they have joined and left there."""
 

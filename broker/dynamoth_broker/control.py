@@ -2,9 +2,7 @@
 
 Theory of operation
 -------------------
-There is a link ``control:<id>`` to each server of the configuration. The broker listens at all of them, and sends each
-message through two that are up, others each time: so a message arrives although one server is out of reach of one end,
-and a cluster of many servers does not carry many copies. Receivers drop copies by incarnation and number.
+There is a link ``control:<id>`` to each server of the configuration: see ``dynamoth_broker.edge_links``.
 
 A report goes out every ``report_s``. Candidates are chosen from the present state when they are asked for. A user who
 is to move is asked as for a drain; the coordinator learns how that ended, for several users at once. While a
@@ -13,57 +11,40 @@ coordinator says where users can go, that replaces the configured alternates, fo
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
+from urllib.parse import urlsplit
 
 from dynamoth.edge.control import (
-    CANDIDATE_BYTES_MAX,
     MOVES_MAX,
     USER_MAX,
     BrokerReport,
-    Candidate,
-    Candidates,
     CandidatesOffer,
     CandidatesRequest,
     EdgeMessage,
-    InterestColumns,
     MoveEnd,
     MovesEnded,
     MovesRequest,
     OpenBrokers,
-    Stamp,
-    pack_edge,
     parse_user_key,
-    unpack_edge,
     user_key,
 )
-from dynamoth.edge.frames import URL_MAX, URLS_MAX
-from dynamoth.errors import MalformedMessage
-from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
-from dynamoth.machine.events import Connect, ErrorReply, LinkDown, Pushed, Replied, Send
+from dynamoth.edge.tickets import is_ticket, make_ticket
+from dynamoth.machine.events import LinkDown, Pushed, Replied
 from dynamoth.machine.timers import Timers
-from dynamoth.names import (
-    BROKERS_CHANNEL,
-    COORDINATOR_CHANNEL,
-    OPERATOR_EDGE_CHANNEL,
-    broker_channel,
-    operator_inbox,
-)
-from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
-from dynamoth.protocol.wire import ARRAY_MAX, read_array, read_text, shortened
-from dynamoth_broker.coordinator.reports import choose_candidates
-from dynamoth_broker.events import BrokerAction, BrokerOptions, ConnectionId, ControlLinkChanged
+from dynamoth.names import BROKERS_CHANNEL, COORDINATOR_CHANNEL, OPERATOR_EDGE_CHANNEL, broker_channel
+from dynamoth_broker.candidates import bounded, choose_candidates
+from dynamoth_broker.edge_links import EdgeLinks
+from dynamoth_broker.events import BrokerAction, BrokerOptions, ConnectionId
 from dynamoth_broker.interests import InterestTable
+from dynamoth_broker.operators import BrokerRequests
 from dynamoth_broker.rates import Rates
 from dynamoth_broker.sessions import Session
 
 LINK_PREFIX = "control:"
-
-COPIES = 2
-"""A message travels through this many servers."""
 
 OPEN_BROKERS_S = 10.0
 """What a coordinator says of other brokers counts for this time: it says it every second or so."""
@@ -72,22 +53,12 @@ ENDS_DELAY_S = 0.2
 """Ends of moves within this time make one message."""
 
 SEEN_MAX = 1000
-"""Messages of coordinators, and answers to operators, that are remembered to recognise copies."""
+"""Messages of coordinators that are remembered to recognise copies."""
 
 CANDIDATES_LOOKED_AT = 5000
 """A request for candidates looks at this many users at most, others each time: that takes a broker some 60 ms."""
 
-ANSWERED_BYTES_MAX = 1024 * 1024
-"""Bound of the answers to operators that are remembered."""
-
-DRAIN_PER_S = 500.0
-"""The rate of a drain for which an operator gives none."""
-
-RESUBSCRIBE_S = 10.0
-"""A server that refused a subscription is asked again after this time: the broker may have got the rights."""
-
-ALL_BROKERS = "*"
-"""The target of a request to everybody."""
+HASH_BYTES = 4
 
 
 class Movable(Protocol):
@@ -132,16 +103,6 @@ class Controlled(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _ControlServer:
-    """One server."""
-
-    url: str
-    is_up: bool = False
-    #: Why nothing can be said there; empty while all is well.
-    fault: str = "it was not reached yet"
-
-
 class Control:
     """Reports, and does what coordinators and operators ask for."""
 
@@ -156,19 +117,22 @@ class Control:
         """Begin without connections. Timers and counters are those of the broker."""
         self._broker = broker
         self._options = options
-        self._incarnation = incarnation
         self._timers = timers
         self._counters = counters
-        self._servers = {f"{LINK_PREFIX}{id_}": _ControlServer(url) for id_, url in options.control.items()}
-        self._number = 0
+        self._links = EdgeLinks(
+            {f"{LINK_PREFIX}{id_}": url for id_, url in options.control.items()},
+            (broker_channel(options.id), BROKERS_CHANNEL, OPERATOR_EDGE_CHANNEL),
+            incarnation,
+            timers,
+            counters,
+            SEEN_MAX,
+        )
+        self._operators = BrokerRequests(broker, self, options, counters)
         self.rates = Rates(broker.interests, 0.0)
+        #: The latest keys of tickets, and the one before.
+        self._ticket_keys: deque[bytes] = deque(maxlen=2)
         #: The highest use of any resource but traffic, as the runtime measures it; 0: unknown.
         self.resource_ratio = 0.0
-        self._seen: BoundedTable[Stamp, bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
-        #: Answers to operators by request: one that comes again gets the same answer.
-        self._answered: BoundedTable[int, bytes] = BoundedTable(
-            SEEN_MAX, ANSWERED_BYTES_MAX, lambda key, value: len(value) + ENTRY_BYTES
-        )
         #: Users whom a coordinator has had asked to move, with their names.
         self._moving: dict[Session, str] = {}
         #: Which sessions were looked at for candidates last.
@@ -177,74 +141,43 @@ class Control:
         #: Where users can go, by the latest word of a coordinator, and until when that counts.
         self._open_brokers: tuple[str, ...] = ()
         self._open_brokers_until = 0.0
+        self._logs_hash = _hash(f"{id_}={_address(url)}" for id_, url in options.logs.items())
+        self._history_hash = _hash(options.history)
 
     # Links.
 
     def owns(self, link: str) -> bool:
         """Return whether a link is one of this part's."""
-        return link in self._servers
+        return link in self._links
 
     @property
     def faults(self) -> dict[str, str]:
         """The servers through which nobody can be reached, and why."""
-        return {link.removeprefix(LINK_PREFIX): each.fault for link, each in self._servers.items() if each.fault}
+        return {link.removeprefix(LINK_PREFIX): fault for link, fault in self._links.faults.items()}
 
     def start(self, now: float) -> list[BrokerAction]:
         """Connect, and begin to report."""
-        if not self._servers:
+        if not self._links:
             return []
         self.rates = Rates(self._broker.interests, now)
         self._timers.add(now + self._options.report_s, self._report)
-        return [Connect(link, server.url) for link, server in self._servers.items()]
+        return [*self._links.connect()]
 
     def on_up(self, link: str) -> list[BrokerAction]:
         """Listen at a server."""
-        server = self._servers[link]
-        server.is_up, server.fault = True, ""
-        return [ControlLinkChanged(link, None), *self._subscribe(link)]
-
-    def _subscribe(self, link: str) -> list[BrokerAction]:
-        channels = broker_channel(self._options.id), BROKERS_CHANNEL, OPERATOR_EDGE_CHANNEL
-        return [Send(link, (b"SUBSCRIBE", *channels), "subscribe")]
+        return [*self._links.on_up(link)]
 
     def on_down(self, event: LinkDown) -> list[BrokerAction]:
         """Note that a server cannot be reached."""
-        server = self._servers[event.link]
-        server.is_up = False
-        if server.fault == event.reason:
-            return []
-        server.fault = event.reason
-        return [ControlLinkChanged(event.link, event.reason)]
+        return [*self._links.on_down(event.link, event.reason)]
 
     def on_reply(self, event: Replied, now: float) -> list[BrokerAction]:
-        """Note an error: the broker's user lacks rights."""
-        if not isinstance(event.value, ErrorReply):
-            return []
-        self._counters["control_refused"] += 1
-        server, reason = self._servers[event.link], str(event.value)
-        if event.tag == "subscribe":
-            self._timers.add(now + RESUBSCRIBE_S, self._resubscribe, event.link)
-        if server.fault == reason:
-            return []
-        server.fault = reason
-        return [ControlLinkChanged(event.link, reason)]
-
-    def _resubscribe(self, link: str, now: float) -> Sequence[BrokerAction]:
-        server = self._servers[link]
-        if not server.is_up or not server.fault:
-            return []
-        server.fault = ""
-        return self._subscribe(link)
+        """Note what a server refuses, or allows again."""
+        return [*self._links.on_reply(event.link, event.tag[1], event.value, now)]
 
     def _tell(self, message: EdgeMessage) -> list[BrokerAction]:
-        """Send to coordinators, through two servers that are up."""
-        up = [link for link, server in self._servers.items() if server.is_up]
-        if not up:
-            return []
-        self._number += 1
-        data = pack_edge(Stamp(self._incarnation, self._number), message)
-        chosen = {up[(self._number + copy) % len(up)] for copy in range(COPIES)}
-        return [Send(link, (b"PUBLISH", COORDINATOR_CHANNEL, data), "publish") for link in sorted(chosen)]
+        """Send to coordinators."""
+        return [*self._links.publish(COORDINATOR_CHANNEL, message)]
 
     # Reports.
 
@@ -268,6 +201,10 @@ class Control:
             is_draining=broker.is_draining,
             interests=rates.busiest,
             user_loads=rates.user_loads(broker.sessions),
+            location=options.location,
+            logs_hash=self._logs_hash,
+            history_hash=self._history_hash,
+            report_s=options.report_s,
         )
 
     # Coordinators.
@@ -278,7 +215,9 @@ class Control:
         for push in event.messages:
             match push:
                 case [b"message", channel, data] if channel == OPERATOR_EDGE_CHANNEL:
-                    actions += self._on_operator(event.link, data, now)
+                    actions += self._operators.on_request(event.link, data, now)
+                case [b"subscribe", *_]:
+                    actions += self._links.on_subscribed(event.link)
                 case [b"message", _, data]:
                     actions += self._on_coordinator(data, now)
                 case _:
@@ -286,29 +225,43 @@ class Control:
         return actions
 
     def _on_coordinator(self, data: bytes, now: float) -> list[BrokerAction]:
-        try:
-            stamp, message = unpack_edge(data)
-        except MalformedMessage:
-            self._counters["malformed"] += 1
+        read = self._links.read(data)
+        if read is None:
             return []
-        if stamp in self._seen:
-            return []
-        self._seen.put(stamp, True)
-        match message:
+        match message := read[1]:
             case CandidatesRequest():
                 return self._offer(message, now)
             case MovesRequest():
                 return self._move_users(message, now)
-            case OpenBrokers(urls):
+            case OpenBrokers(urls, ticket_key):
+                if ticket_key and ticket_key not in self._ticket_keys:
+                    self._ticket_keys.append(ticket_key)
                 self._open_brokers = tuple(url for url in urls if url != self._options.url)
                 self._open_brokers_until = now + OPEN_BROKERS_S
             case _:
                 self._counters["malformed"] += 1
         return []
 
+    @property
+    def traffic_ratio(self) -> float:
+        """The traffic of this broker, as it was measured last, over its capacity."""
+        return self.rates.load_bytes_per_s / self._options.capacity_bytes_per_s
+
+    def ticket(self, session: Session) -> str | None:
+        """Return a ticket for a user who is asked to move; None while no coordinator has given a key."""
+        return make_ticket(self._ticket_keys[-1], session.grant.user, session.name) if self._ticket_keys else None
+
+    def is_ticket(self, session: Session, ticket: str | None) -> bool:
+        """Return whether another broker has asked this user to move, not long ago."""
+        return is_ticket(ticket, self._ticket_keys, session.grant.user, session.name)
+
+    def is_coordinated(self, now: float) -> bool:
+        """Return whether a coordinator has said lately where users can go."""
+        return now < self._open_brokers_until
+
     def alternates(self, now: float) -> tuple[str, ...]:
         """Return where users can go: what a coordinator says, or what was configured."""
-        return self._open_brokers if now < self._open_brokers_until and self._open_brokers else self._options.alternates
+        return self._open_brokers if self._open_brokers and self.is_coordinated(now) else self._options.alternates
 
     def _offer(self, request: CandidatesRequest, now: float) -> list[BrokerAction]:
         """Offer users who may move."""
@@ -326,7 +279,7 @@ class Control:
         counts = self.rates.counts({id_ for _, ids in users for id_ in ids})
         bounds = request.load, request.users_max
         candidates = choose_candidates(self._options.id, users, self.rates.by_id, counts, bounds)
-        return self._tell(CandidatesOffer(request.request, _bounded(candidates)))
+        return self._tell(CandidatesOffer(request.request, bounded(candidates)))
 
     def _move_users(self, request: MovesRequest, now: float) -> list[BrokerAction]:
         actions: list[BrokerAction] = []
@@ -379,108 +332,16 @@ class Control:
             actions += self._tell(MovesEnded(self._options.id, tuple(ends[begin : begin + MOVES_MAX])))
         return actions
 
-    # Operators.
-
-    def _on_operator(self, link: str, data: bytes, now: float) -> list[BrokerAction]:
-        try:
-            request = unpack_control(data)
-        except MalformedMessage:
-            self._counters["malformed"] += 1
-            return []
-        if not isinstance(request, AdminRequest):
-            return []
-        if request.arguments.get("target") not in (ALL_BROKERS, self._options.id):
-            return []
-        actions: list[BrokerAction] = []
-        answer = self._answered.get(request.request)
-        if answer is None:
-            try:
-                result, actions = self._execute(request, now)
-                reply = AdminReply(request.request, result)
-            except MalformedMessage as error:
-                reply = AdminReply(request.request, {"broker": self._options.id}, f"{self._options.id}: {error}")
-            answer = pack_control(reply)
-            self._answered.put(request.request, answer)
-        return [*actions, Send(link, (b"PUBLISH", operator_inbox(request.request), answer), "publish")]
-
-    def _execute(self, request: AdminRequest, now: float) -> tuple[Mapping[str, Any], list[BrokerAction]]:
-        """Carry out a request. Raises MalformedMessage: it cannot be read."""
-        commands: dict[str, Callable[[Mapping[str, Any], float], tuple[dict[str, Any], list[BrokerAction]]]] = {
-            "status": lambda arguments, now: ({}, []),
-            "drain": self._drain,
-            "undrain": self._undrain,
-            "move": self._move,
-        }
-        command = commands.get(request.command)
-        if command is None:
-            raise MalformedMessage(f"brokers know no command {shortened(request.command)}")
-        result, actions = command(request.arguments, now)
-        return {**self._status(now), **result}, actions
-
-    def _status(self, now: float) -> dict[str, Any]:
-        report, counters = self.report(), self._counters
-        return {
-            "role": "broker",
-            "broker": report.broker,
-            "url": report.url,
-            "sessions": report.users,
-            "interests": len(self._broker.interests),
-            "draining": report.is_draining,
-            "admitting": report.is_admitting,
-            "load_bytes_per_s": round(report.load_bytes_per_s, 1),
-            "load_ratio": round(max(report.load_bytes_per_s / report.capacity_bytes_per_s, report.other_ratio_max), 4),
-            "capacity_bytes_per_s": report.capacity_bytes_per_s,
-            "moves_asked": counters["moves_asked"],
-            "moves_done": counters["moves_done"],
-            "coordinated": now < self._open_brokers_until,
-            "alternates": list(self.alternates(now)),
-            "unreachable": self.faults,
-        }
-
-    def _drain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
-        rate = arguments.get("rate", DRAIN_PER_S)
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e6:
-            raise MalformedMessage(f"a rate above 0 expected, not {shortened(rate)}")
-        if not self.alternates(now) and self._broker.sessions:
-            raise MalformedMessage(
-                "there is no other broker to move users to: no coordinator runs, and broker.alternates is not set"
-            )
-        return {"draining": True}, self._broker.moves.drain(float(rate), now)
-
-    def _undrain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
-        self._broker.moves.end_drain()
-        return {"draining": False}, []
-
-    def _move(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:
-        user = read_text(arguments.get("session"), USER_MAX)
-        to = tuple(read_text(url, URL_MAX) for url in read_array(arguments.get("to"))[:URLS_MAX])
-        session = self._broker.session_of(*parse_user_key(user))
-        if session is None or session.leaving_channels is not None:
-            return {"here": False}, []
-        if not to or self._options.url in to:
-            raise MalformedMessage("the session is here: another broker expected")
-        return {"here": True}, self._broker.moves.move(session, to, now)
-
 
 def _is_moving(session: Session, now: float) -> bool:
     return session.move_until is not None and session.move_until > now
 
 
-def _bounded(candidates: Candidates) -> Candidates:
-    """Leave out the last users of an answer that would be too large."""
-    rates = dict(zip(candidates.interests.ids, candidates.interests.rates, strict=True))
-    counts = dict(zip(candidates.interests.ids, candidates.interests.users, strict=True))
-    users: list[Candidate] = []
-    held: dict[str, None] = {}
-    size = 0
-    for candidate in candidates.users:
-        new = [each for each in candidate.interests if each not in held]
-        size += 4 * len(candidate.user) + 8 + 3 * len(candidate.interests) + 40 * len(new)
-        if size > CANDIDATE_BYTES_MAX or len(held) + len(new) > ARRAY_MAX:
-            break
-        users.append(candidate)
-        held.update(dict.fromkeys(new))
-    columns = InterestColumns(
-        tuple(held), tuple(rates.get(each, 0.0) for each in held), tuple(counts.get(each, 0) for each in held)
-    )
-    return Candidates(candidates.broker, tuple(users), columns)
+def _hash(words: Iterable[str]) -> str:
+    """Return a short hash of settings, whatever their order."""
+    return blake2b("\n".join(sorted(set(words))).encode(), digest_size=HASH_BYTES).hexdigest()
+
+
+def _address(url: str) -> str:
+    """Return host and port of a URL: credentials may differ, and are for nobody else."""
+    return urlsplit(url).netloc.rpartition("@")[2].lower()

@@ -25,10 +25,10 @@ from dynamoth.edge.publications import Position, unpack_publication
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.events import Broadcast, BrokerAction, BrokerOptions, Transmit
-from dynamoth_broker.interests import Phase, SharedInterest
+from dynamoth_broker.interests import FRAME_BYTES, Phase, SharedInterest
 from dynamoth_broker.logs import Logs
 from dynamoth_broker.recents import Recents
-from dynamoth_broker.sessions import Stage, Subscription
+from dynamoth_broker.sessions import Session, Stage, Subscription
 
 RETENTION = "retention"
 LOG_LOST = "log_lost"
@@ -36,6 +36,9 @@ SLOW = "slow"
 
 RETRY_S = 1.0
 """A page that could not be read, or that has not yet what was published, is read again after this time."""
+
+BURST_S = 0.01
+"""Time between two bursts of ``burst_bytes`` to one session: the transport says within this time that it is full."""
 
 UNKNOWN = -1
 """Cursor of a subscription to a live interest that has missed an unknown number of publications."""
@@ -88,7 +91,7 @@ class Delivery:
         actions: list[BrokerAction] = []
         if page is None:
             for subscription in waiting:
-                actions += self._refuse(subscription)
+                actions += self.refuse(subscription)
             return actions
         interest.phase = Phase.OPEN
         self.recents.forget(interest)
@@ -102,6 +105,8 @@ class Delivery:
     def begin(self, subscription: Subscription, now: float) -> list[BrokerAction]:
         """Bring a subscription to where its interest is, once that is possible."""
         interest = subscription.interest
+        if subscription.awaits_position:
+            return []
         if interest.phase is Phase.CONFIRMED:
             return self._open(interest, now)
         if interest.phase is not Phase.OPEN:
@@ -112,20 +117,19 @@ class Delivery:
         if since is None or since == Position(interest.epoch, interest.tip):
             position = Position(interest.epoch, interest.tip)
             return self._go_live(subscription, Subscribed(subscription.ref, interest.id, position))
-        if since.epoch == interest.epoch and (frames := interest.recent_after(since.offset)) is not None:
-            confirmation = Subscribed(subscription.ref, interest.id, since)
-            return self._go_live(subscription, confirmation, frames)
+        if since.epoch == interest.epoch and interest.recent_after(since.offset) is not None:
+            subscription.cursor = since.offset
+            self._confirm(subscription, Stage.CATCHING)
+            confirmation = Transmit(subscription.session.connection, Subscribed(subscription.ref, interest.id, since))
+            return [confirmation, *self._catch_up(subscription, None, now)]
         first_page = partial(self._first_page, subscription)
         return self._logs.read(interest.id, since.offset, self._options.page_entries, first_page, now)
 
-    def _go_live(
-        self, subscription: Subscription, confirmation: Subscribed, frames: Sequence[Data] = ()
-    ) -> list[BrokerAction]:
-        connection = subscription.session.connection
+    def _go_live(self, subscription: Subscription, confirmation: Subscribed) -> list[BrokerAction]:
         self._confirm(subscription, Stage.LIVE)
         if subscription.session.slow_since is not None:
             self.pause(subscription)
-        return [Transmit(connection, confirmation), *(Transmit(connection, frame) for frame in frames)]
+        return [Transmit(subscription.session.connection, confirmation)]
 
     def _confirm(self, subscription: Subscription, stage: Stage) -> None:
         subscription.interest.set_stage(subscription, stage)
@@ -136,7 +140,7 @@ class Delivery:
         if subscription.is_ended or subscription.stage is not Stage.WAITING:
             return []
         if page is None:
-            return self._refuse(subscription)
+            return self.refuse(subscription)
         interest, since = subscription.interest, subscription.since
         assert since is not None, "a subscription without a past needs no page"
         actions = self._absorb(interest, page, now)
@@ -159,7 +163,8 @@ class Delivery:
         entries = page if begins_at == since.offset else None
         return [*actions, *self._catch_up(subscription, entries, now)]
 
-    def _refuse(self, subscription: Subscription) -> list[BrokerAction]:
+    def refuse(self, subscription: Subscription) -> list[BrokerAction]:
+        """Refuse a subscription, as the server of its log does not answer."""
         self.refused.append(subscription)
         error = Error("log_unavailable", LOG_UNAVAILABLE, "later", round(RETRY_S * 1000), subscription.ref)
         return [Transmit(subscription.session.connection, error)]
@@ -168,22 +173,29 @@ class Delivery:
 
     def _catch_up(self, subscription: Subscription, page: LogPage | None, now: float) -> list[BrokerAction]:
         """Send what a page has behind the cursor; go live, or read the next page when the connection has room."""
-        interest, connection = subscription.interest, subscription.session.connection
+        session, interest = subscription.session, subscription.interest
+        if session.slow_since is not None:
+            return []  # `go_on` goes on, with another page
         actions: list[BrokerAction] = []
-        if page is not None:
-            for offset, payload in page.entries:
-                if offset == subscription.cursor + 1:
-                    subscription.cursor = offset
-                    actions.append(Transmit(connection, Data(interest.id, payload, offset)))
-        if subscription.session.slow_since is not None:
-            return actions  # `go_on` goes on
+        for offset, payload in () if page is None else page.entries:
+            if not self._has_room(session, now):
+                break
+            if offset == subscription.cursor + 1:
+                subscription.cursor = offset
+                actions.append(self._send(session, Data(interest.id, payload, offset)))
         if subscription.cursor >= interest.tip:
             interest.set_stage(subscription, Stage.LIVE)
+            return actions
+        if not self._has_room(session, now):
+            self._wait(subscription)
             return actions
         frames = interest.recent_after(subscription.cursor)
         if frames is not None:
             interest.set_stage(subscription, Stage.LIVE)
-            return [*actions, *(Transmit(connection, frame) for frame in frames)]
+            return [*actions, *(self._send(session, frame) for frame in frames)]
+        if subscription.is_reading:
+            return actions
+        subscription.is_reading = True
         next_page = partial(self._next_page, subscription, interest.epoch)
         return [
             *actions,
@@ -194,10 +206,13 @@ class Delivery:
         self, subscription: Subscription, epoch: int, page: LogPage | None, now: float
     ) -> Sequence[BrokerAction]:
         interest = subscription.interest
-        if subscription.is_ended or subscription.stage is not Stage.CATCHING or interest.epoch != epoch:
-            return []  # a new life of the log began meanwhile: `_begin_epoch` has taken care of it
+        subscription.is_reading = False
+        if subscription.is_ended or subscription.stage is not Stage.CATCHING:
+            return []
+        if interest.epoch != epoch:  # a new life of the log began meanwhile: `_begin_epoch` has moved the cursor
+            return self._catch_up(subscription, None, now)
         if page is None:
-            self._timers.add(now + RETRY_S, self._retry, subscription, epoch)
+            self._timers.add(now + RETRY_S, self._retry, subscription)
             return []
         actions = self._absorb(interest, page, now)
         if interest.epoch != epoch or subscription.stage is not Stage.CATCHING:
@@ -206,10 +221,34 @@ class Delivery:
             actions += self._skip(subscription, page)
         return [*actions, *self._catch_up(subscription, page, now)]
 
-    def _retry(self, subscription: Subscription, epoch: int, now: float) -> Sequence[BrokerAction]:
-        if subscription.is_ended or subscription.stage is not Stage.CATCHING or subscription.interest.epoch != epoch:
+    def _retry(self, subscription: Subscription, now: float) -> Sequence[BrokerAction]:
+        if subscription.is_ended or subscription.stage is not Stage.CATCHING:
             return []
         return self._catch_up(subscription, None, now)
+
+    def _send(self, session: Session, frame: Data) -> BrokerAction:
+        session.burst_bytes += FRAME_BYTES + len(frame.payload)
+        return Transmit(session.connection, frame)
+
+    def _has_room(self, session: Session, now: float) -> bool:
+        """Return whether more may be sent to a session in the present burst; begin another one if it is time."""
+        if now >= session.burst_at + BURST_S:
+            session.burst_at, session.burst_bytes = now, 0
+        return session.burst_bytes < self._options.burst_bytes
+
+    def _wait(self, subscription: Subscription) -> None:
+        """Go on with a subscription in the next burst: until then it turns out whether the connection is full."""
+        session = subscription.session
+        if not session.waiting:
+            self._timers.add(session.burst_at + BURST_S, self._next_burst, session)
+        session.waiting[subscription] = None
+
+    def _next_burst(self, session: Session, now: float) -> Sequence[BrokerAction]:
+        waiting, session.waiting = session.waiting, {}
+        actions: list[BrokerAction] = []
+        for subscription in waiting:
+            actions += self._retry(subscription, now)
+        return actions
 
     def _skip(self, subscription: Subscription, page: LogPage) -> list[BrokerAction]:
         """Report what the log has dropped."""

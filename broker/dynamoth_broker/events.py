@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamoth.edge.frames import Connect, Frame, UserFrame
 from dynamoth.edge.interests import Scalar
@@ -29,6 +30,9 @@ MOVE_FAILED = 4006
 
 LOST = 1006
 """The code of a connection that has ended without a close code."""
+
+RETRY_MS = 1000
+"""What was refused for now may be asked for again after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,6 @@ class MoveSession:
 
     connection: ConnectionId
     to: tuple[str, ...]
-    ticket: str | None = None
 
 
 @dataclass(slots=True)
@@ -195,7 +198,7 @@ class ResourcesMeasured:
 
 @dataclass(slots=True)
 class Stop:
-    """Event: close every connection, so that users connect elsewhere."""
+    """Event: close every connection, so that users connect elsewhere. ``Stopped`` follows."""
 
 
 BrokerEvent = (
@@ -264,6 +267,11 @@ class PublishMessage:
 
 
 @dataclass(slots=True)
+class Stopped:
+    """Action: note that log servers have everything that users have acknowledged; the process may end."""
+
+
+@dataclass(slots=True)
 class LogLinkChanged:
     """Action: a connection to a log server is up (``reason`` None), or was lost. For the log of the process."""
 
@@ -279,9 +287,18 @@ class ControlLinkChanged:
     reason: str | None
 
 
+@dataclass(slots=True)
+class Noted:
+    """Action: something for the log of the process; at a broker a warning where it has a cause."""
+
+    message: str
+    cause: str = ""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
 BrokerAction = (
     LinkAction | Transmit | Broadcast | CloseConnection | SubscribeChannel | UnsubscribeChannel | RaiseBarrier
-    | PublishMessage | LogLinkChanged | ControlLinkChanged
+    | PublishMessage | Stopped | LogLinkChanged | ControlLinkChanged | Noted
 )  # fmt: skip
 
 
@@ -293,6 +310,8 @@ class BrokerOptions(SessionSettings):
     id: str
     #: Where users reach it; empty where the coordinator can send nobody.
     url: str = ""
+    #: Latitude and longitude in degrees; None: unknown.
+    location: tuple[float, float] | None = None
     #: Servers through which coordinators and operators are spoken to, by id; empty: there are none.
     control: dict[str, str] = field(default_factory=dict[str, str])
     #: Log servers, by id.
@@ -314,6 +333,8 @@ class BrokerOptions(SessionSettings):
     log_wait_s: float = 5.0
     #: Publications that are read from a log at a time.
     page_entries: int = 64
+    #: A user who is behind is sent about so many bytes at a time: it may turn out then that the connection is full.
+    burst_bytes: int = 262_144
     #: The latest publications of an interest that are kept for users who come back, at most, and their bytes.
     recent_entries_max: int = 128
     recent_bytes_max: int = 65_536
@@ -323,6 +344,8 @@ class BrokerOptions(SessionSettings):
     pending_max: int = 1000
     pong_timeout_s: float = 10.0
     ack_s: float = 1.0
+    #: Acknowledged positions that wait for a log server, at most; with more, what they cover may come again.
+    unsaved_positions_max: int = 100_000
     #: A connection that reads nothing for this time is closed.
     slow_s_max: float = 60.0
     #: A user who was asked to move has this time.

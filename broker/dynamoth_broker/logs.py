@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from dynamoth.edge.log import (
     Appended,
@@ -33,14 +34,14 @@ NO_RUN_ID = "it does not say which process it is: our user needs the right to IN
 OnPage = Callable[[LogPage | None, float], Sequence[BrokerAction]]
 """Gets a page, or None if the log cannot be read, and the time."""
 
+LogCommand = Callable[[str, int, LogOptions], tuple[CommandPart, ...]]
+"""Makes a command of the run id of the log server's process, a new epoch, and the options of logs."""
+
+OnReply = Callable[[Any, float], Sequence[BrokerAction]]
+"""Gets the reply to a command, None if it may not have come to the server, and the time."""
+
 OnAppended = Callable[[Appended | str, float], Sequence[BrokerAction]]
 """Gets the place of what was appended, or why it was not, and the time."""
-
-MakeCommand = Callable[[str, int, LogOptions], tuple[CommandPart, ...]]
-"""Makes a command of run id, new epoch and options, as the commands of logs are made."""
-
-OnReply = Callable[[object, float], Sequence[BrokerAction]]
-"""Gets a reply, or None where there was no answer, or an error, and the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,11 @@ class _Append:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A command of another module that is under way."""
+    """A command of somebody else that is under way; one that *waits* is sent, again, when there is a connection."""
 
+    command: LogCommand
     on_reply: OnReply
+    waits: bool
 
 
 @dataclass(slots=True)
@@ -142,7 +145,7 @@ class Logs:
 
         With ``count`` 0 the tip is one of after this call: that of a read that is under way may be older.
         """
-        id_ = log_server(interest_id, self._ids)
+        id_ = self.server_of(interest_id)
         server = self._servers[id_]
         page = _Page(interest_id, after, count)
         under_way = server.shared.get(page)
@@ -158,7 +161,7 @@ class Logs:
 
     def append(self, interest_id: str, payload: bytes, on_appended: OnAppended, now: float) -> list[BrokerAction]:
         """Append a publication to a log."""
-        id_ = log_server(interest_id, self._ids)
+        id_ = self.server_of(interest_id)
         server = self._servers[id_]
         if server.run_id is None:
             return [*on_appended(server.fault, now)]
@@ -168,32 +171,46 @@ class Logs:
         return [Send(LINK_PREFIX + id_, command, append)]
 
     def server_of(self, interest_id: str) -> str:
-        """Return the id of the server of a log."""
+        """Return the id of the server that has the log of an interest."""
         return log_server(interest_id, self._ids)
 
-    def request(self, interest_id: str, make_command: MakeCommand, on_reply: OnReply, now: float) -> list[BrokerAction]:
-        """Send a command to the server of a log. Without an answer it may have taken effect or not."""
-        id_ = log_server(interest_id, self._ids)
+    def is_up(self, id_: str) -> bool:
+        """Whether there is a connection to a log server."""
+        return self._servers[id_].run_id is not None
+
+    def request(
+        self, interest_id: str, command: LogCommand, on_reply: OnReply, now: float, *, waits: bool = False
+    ) -> list[BrokerAction]:
+        """Send a command to the server that has the log of an interest, behind those that were sent before.
+
+        It fails after ``wait_s``. Unless it ``waits``, it also fails at once without a connection, and when the
+        connection is lost; else it is sent with the next one, perhaps twice.
+        """
+        id_ = self.server_of(interest_id)
         server = self._servers[id_]
-        if server.run_id is None:
+        if server.run_id is None and not waits:
             return [*on_reply(None, now)]
-        request = _Request(on_reply)
+        request = _Request(command, on_reply, waits)
         server.requests[request] = None
-        self._timers.add(now + self._wait_s, self._unanswered, server, request)
-        command = make_command(server.run_id, self._new_epoch(), self._options)
-        return [Send(LINK_PREFIX + id_, command, request)]
+        self._timers.add(now + self._wait_s, self._give_up, id_, request)
+        return self._send_requests(id_, [request])
 
-    def _unanswered(self, server: _LogServer, request: _Request, now: float) -> Sequence[BrokerAction]:
-        return self._replied(server, request, None, now)
+    def _send_requests(self, id_: str, requests: Iterable[_Request]) -> list[BrokerAction]:
+        run_id, link = self._servers[id_].run_id, LINK_PREFIX + id_
+        if run_id is None:
+            return []
+        return [Send(link, each.command(run_id, self._new_epoch(), self._options), each) for each in requests]
 
-    def _replied(self, server: _LogServer, request: _Request, value: object, now: float) -> list[BrokerAction]:
+    def _give_up(self, id_: str, request: _Request, now: float) -> Sequence[BrokerAction]:
+        return self._replied(self._servers[id_], request, None, now)
+
+    def _replied(self, server: _LogServer, request: _Request, value: Any, now: float) -> Sequence[BrokerAction]:
         if request not in server.requests:
-            return []  # it has timed out
+            return []  # it was given up
         del server.requests[request]
         if isinstance(value, ErrorReply):
             self._counters["log_errors"] += 1
-            value = None
-        return [*request.on_reply(value, now)]
+        return request.on_reply(value, now)
 
     def _send(self, id_: str, reads: Iterable[_Read]) -> list[BrokerAction]:
         server = self._servers[id_]
@@ -223,7 +240,7 @@ class Logs:
             server.fault = NO_RUN_ID
             return [LogLinkChanged(id_, NO_RUN_ID)]
         server.run_id = event.run_id or ""
-        return [LogLinkChanged(id_, None), *self._send(id_, server.reads)]
+        return [LogLinkChanged(id_, None), *self._send(id_, server.reads), *self._send_requests(id_, server.requests)]
 
     def on_down(self, event: LinkDown, now: float) -> list[BrokerAction]:
         """Fail appends; reads wait for the next connection."""
@@ -235,7 +252,7 @@ class Logs:
         actions: list[BrokerAction] = [LogLinkChanged(id_, event.reason)]
         for append in appends:
             actions += append.on_appended("unknown", now)
-        for request in list(server.requests):
+        for request in [each for each in server.requests if not each.waits]:
             actions += self._replied(server, request, None, now)
         return actions
 
@@ -247,7 +264,7 @@ class Logs:
             del server.appends[tag]
             return self._appended(tag, event.value, now)
         if isinstance(tag, _Request):
-            return self._replied(server, tag, event.value, now)
+            return [*self._replied(server, tag, event.value, now)]
         assert isinstance(tag, _Read), f"not a request to a log: {tag!r}"
         if not self._forget(server, tag):
             return []  # it has timed out

@@ -28,6 +28,7 @@ from dynamoth.edge.frames import (
     Unsubscribe,
     Unsubscribed,
 )
+from dynamoth.edge.interests import Interest
 from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, RepliedAll, Start, Tick
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.control import Control
@@ -54,21 +55,19 @@ from dynamoth_broker.events import (
     Refreshed,
     ResourcesMeasured,
     Stop,
+    Stopped,
     Transmit,
     Writable,
 )
-from dynamoth_broker.interests import SharedInterest
 from dynamoth_broker.logs import LINK_PREFIX, Logs
 from dynamoth_broker.moves import Moves
+from dynamoth_broker.positions import Positions
 from dynamoth_broker.presence import Presence
 from dynamoth_broker.publishing import Publishing
 from dynamoth_broker.sessions import Session
 from dynamoth_broker.subscribing import Subscribing
+from dynamoth_broker.tips import TipChecks
 from dynamoth_broker.users import Users
-
-TIP_CHECKS_AT_ONCE = 100
-TIP_CHECK_PARTS_MAX = 50
-"""The logs of more interests are read in portions, so that very many do not hold up deliveries."""
 
 
 class BrokerMachine:
@@ -83,18 +82,18 @@ class BrokerMachine:
         shared = self._timers, self.counters
         self.logs = Logs(options.logs, options.log, incarnation, options.log_wait_s, *shared)
         self._delivery = Delivery(options, self.logs, *shared)
+        self.positions = Positions(options, self.logs, self._delivery, *shared)
         self.presence = Presence(options, self.logs, *shared)
-        self._subscribing = Subscribing(options, self._delivery, self.presence, *shared)
+        self._subscribing = Subscribing(options, self._delivery, self.positions, self.presence, *shared)
         self._publishing = Publishing(self.logs, self._subscribing.is_logged)
         self.interests = self._subscribing.interests
         self.control = Control(self, options, incarnation, *shared)
         self.users = Users(options, self._subscribing, self._delivery, self.control, *shared)
         self.sessions = self.users.sessions
         self.moves = Moves(self.users, self._delivery, options, *shared, self.control)
-        #: Interests whose logs are still to be read in this round of tip checks, and in what portions.
-        self._to_check: list[SharedInterest] = []
-        self._check_interval_s = options.tip_check_s
-        self._checks_at_once = 0
+        self._tips = TipChecks(options.tip_check_s, self.interests, self.logs, self._delivery, *shared)
+        #: Whether ``Stopped`` is still to follow.
+        self._is_stopping = False
 
     # The contract of machines.
 
@@ -105,6 +104,9 @@ class BrokerMachine:
         if self._subscribing.lost_some:
             actions += self._close_losers(now)
         actions += self.presence.flush(now)
+        if self._is_stopping and self.positions.is_saved:
+            self._is_stopping = False
+            actions.append(Stopped())
         return actions
 
     def deadline(self) -> float | None:
@@ -126,8 +128,7 @@ class BrokerMachine:
                 self.users.on_closed(connection, code, now)
                 return []
             case Overflowed(connection):
-                self.users.on_overflowed(connection, now)
-                return []
+                return self.users.on_overflowed(connection, now)
             case Writable(connection):
                 return self.users.on_writable(connection, now)
             case ChannelConfirmed() | ChannelEnded() | ChannelFailed() | ChannelGap():
@@ -137,9 +138,9 @@ class BrokerMachine:
             case MessagePublished(token, reason):
                 on_published = cast("Callable[[str | None], list[BrokerAction]]", token)  # that of PublishMessage
                 return on_published(reason)
-            case MoveSession(connection, to, ticket):
+            case MoveSession(connection, to):
                 session = self.users.open_session(connection)
-                return [] if session is None else self.moves.move(session, to, now, ticket)
+                return [] if session is None else self.moves.move(session, to, now)
             case Drain(rate):
                 return self.moves.drain(rate, now)
             case EndDrain():
@@ -149,9 +150,10 @@ class BrokerMachine:
                 self.control.resource_ratio = ratio
                 return []
             case Stop():
-                return self.users.stop(now)
+                self._is_stopping = True
+                return [*self.users.stop(now), *self.positions.flush(now)]
             case Start():
-                self._timers.add(now + self._options.tip_check_s, self._check_tips)
+                self._tips.start(now)
                 self.users.start(now)
                 return [*self.logs.start(), *self.control.start(now)]
             case Tick():
@@ -205,12 +207,17 @@ class BrokerMachine:
         """Return the newest connection of a session; None where there is none."""
         return self.users.session_of(user, name)
 
+    def is_logged(self, interest: Interest) -> bool:
+        """Return whether an interest has a log."""
+        return self._subscribing.is_logged(interest)
+
     # What comes.
 
     def _on_frame(self, session: Session, frame: object, now: float) -> list[BrokerAction]:
         session.heard_at = now
         match frame:
-            case Ack():
+            case Ack(positions):
+                self.positions.acknowledge(session, positions, now)
                 return []
             case Pong():
                 return []
@@ -241,19 +248,8 @@ class BrokerMachine:
             if shared is not None:
                 shared.arrived_bytes += len(payload)
                 actions += delivery.on_publication(shared, payload, now)
-        return actions
-
-    def _check_tips(self, now: float) -> Sequence[BrokerAction]:
-        """Compare a part of the interests with their logs: all of them in ``tip_check_s``, but not at once."""
-        if not self._to_check:
-            self._to_check = [shared for shared in self.interests if shared.is_logged]
-            parts = min(TIP_CHECK_PARTS_MAX, 1 + len(self._to_check) // TIP_CHECKS_AT_ONCE)
-            self._check_interval_s = self._options.tip_check_s / parts
-            self._checks_at_once = -(-len(self._to_check) // parts)
-        self._timers.add(now + self._check_interval_s, self._check_tips)
-        actions: list[BrokerAction] = []
-        for _ in range(min(self._checks_at_once, len(self._to_check))):
-            actions += self._delivery.read_behind_tip(self._to_check.pop(), now)
+            else:
+                actions += self._subscribing.unlogged.on_publication(channel, now)
         return actions
 
     def check(self) -> None:
@@ -261,3 +257,4 @@ class BrokerMachine:
         self.interests.check()
         self._delivery.recents.check()
         self.users.check()
+        self.positions.check()

@@ -53,14 +53,15 @@ class Moves:
         #: How many drains have begun: a timer of an earlier one does nothing.
         self._drains = 0
 
-    def move(self, session: Session, to: tuple[str, ...], now: float, ticket: str | None = None) -> list[BrokerAction]:
+    def move(self, session: Session, to: tuple[str, ...], now: float) -> list[BrokerAction]:
         """Ask a user to move to the first of these URLs that serves it."""
         if session.is_closed or session.leaving_channels is not None or not to:
             return []
         options = self._options
         session.move_until = now + options.move_timeout_s
         self._counters["moves_asked"] += 1
-        move = Move(to, round(options.move_spread_s * 1000), round(options.move_timeout_s * 1000), ticket)
+        within_ms, deadline_ms = round(options.move_spread_s * 1000), round(options.move_timeout_s * 1000)
+        move = Move(to, within_ms, deadline_ms, self._control.ticket(session))
         return [Transmit(session.connection, move)]
 
     def leave(self, session: Session, now: float) -> list[BrokerAction]:

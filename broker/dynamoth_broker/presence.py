@@ -50,12 +50,13 @@ from dynamoth.edge.presence import (
 from dynamoth.edge.publications import LoggedPublication, pack_publication
 from dynamoth.errors import MalformedMessage
 from dynamoth.globs import compile_glob
-from dynamoth.machine.events import CommandPart
+from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.events import (
     MOVE_FAILED,
     NORMAL,
     RESTARTING,
+    RETRY_MS,
     BrokerAction,
     BrokerOptions,
     PublishMessage,
@@ -84,8 +85,6 @@ NAMES_AT_ONCE = 20_000
 """Names of members in the answers that are sent at once: some 30 ms. Others that ask get theirs a little later."""
 
 ANSWER_INTERVAL_S = 0.05
-
-RETRY_MS = 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -291,7 +290,7 @@ class Presence:
         self, channel: _Channel, chosen: dict[str, tuple[Change, float]], reply: object, now: float
     ) -> Sequence[BrokerAction]:
         channel.is_changing = False
-        appended = None if reply is None else self._appended_of(reply)
+        appended = self._appended_of(reply)
         if appended is None:
             self._keep(channel, chosen, now)
             return []
@@ -309,6 +308,8 @@ class Presence:
                 channel.waiting.setdefault(id_, (change, came_at))
 
     def _appended_of(self, reply: object) -> Appended | None:
+        if reply is None or isinstance(reply, ErrorReply):
+            return None
         try:
             return parse_appended(reply)
         except MalformedMessage:
@@ -337,7 +338,7 @@ class Presence:
         self, channel: _Channel, asking: dict[Session, int], reply: object, now: float
     ) -> Sequence[BrokerAction]:
         channel.is_reading = False
-        listed = None if reply is None else self._listed_of(reply)
+        listed = self._listed_of(reply)
         actions: list[BrokerAction] = []
         if listed is not None:
             actions += _publish(channel, listed.appended)
@@ -359,6 +360,8 @@ class Presence:
         return actions
 
     def _listed_of(self, reply: object) -> Listed | None:
+        if reply is None or isinstance(reply, ErrorReply):
+            return None
         try:
             return parse_members(reply)
         except MalformedMessage:

@@ -9,11 +9,9 @@ from dynamoth.edge.frames import Error, Published, PublishRequest
 from dynamoth.edge.interests import Interest
 from dynamoth.edge.log import Appended
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
-from dynamoth_broker.events import BrokerAction, PublishMessage, Transmit
+from dynamoth_broker.events import RETRY_MS, BrokerAction, PublishMessage, Transmit
 from dynamoth_broker.logs import Logs
 from dynamoth_broker.sessions import Session
-
-RETRY_MS = 1000
 
 
 class Publishing:

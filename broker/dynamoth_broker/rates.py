@@ -13,7 +13,7 @@ from heapq import nlargest
 from itertools import islice
 
 from dynamoth.edge.control import INTERESTS_MAX, USER_LOAD_CLASSES, InterestColumns
-from dynamoth_broker.coordinator.reports import busiest, user_load_class
+from dynamoth_broker.candidates import busiest, user_load_class
 from dynamoth_broker.events import ConnectionId
 from dynamoth_broker.interests import InterestTable, SharedInterest
 from dynamoth_broker.sessions import Session

@@ -44,6 +44,12 @@ class Subscription:
     #: While CATCHING: the last offset that was sent; of a live interest, how many publications had come. A LIVE
     #: one has that of its interest.
     cursor: int = 0
+    #: Of a stored one: the key of its position, whether that is being looked for, and what was acknowledged last.
+    position_key: bytes | None = None
+    awaits_position: bool = False
+    acknowledged: Position | None = None
+    #: While CATCHING: whether a read of the log is under way for it.
+    is_reading: bool = False
     #: Whether others are to see that the session is on the channel.
     is_present: bool = False
     #: Ended by the user, or with the session.
@@ -68,6 +74,11 @@ class Session:
     unanswered: int = 0
     #: Since when too much waits to be sent; None while it does not.
     slow_since: float | None = None
+    #: Bytes that were sent in the present burst to subscriptions that are behind, and when it began.
+    burst_bytes: int = 0
+    burst_at: float = 0.0
+    #: Subscriptions that go on with the next burst.
+    waiting: dict[Subscription, None] = field(default_factory=dict["Subscription", None])
     #: Channels whose barriers must pass before ``bye``; None while it has not left.
     leaving_channels: dict[bytes, None] | None = None
     #: Until when it is to have moved; None: it was not asked to.

@@ -11,6 +11,7 @@ from dynamoth.globs import compile_glob
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import (
+    RETRY_MS,
     BrokerAction,
     BrokerOptions,
     ChannelConfirmed,
@@ -23,10 +24,10 @@ from dynamoth_broker.events import (
     UnsubscribeChannel,
 )
 from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
+from dynamoth_broker.positions import Positions
 from dynamoth_broker.presence import Presence
 from dynamoth_broker.sessions import Session, Stage, Subscription
-
-RETRY_MS = 1000
+from dynamoth_broker.unlogged import Unlogged
 
 NO_PRESENCE = "the channel has no presence: see broker.presence"
 
@@ -44,6 +45,7 @@ class Subscribing:
         self,
         options: BrokerOptions,
         delivery: Delivery,
+        positions: Positions,
         presence: Presence,
         timers: Timers[BrokerAction],
         counters: Counter[str],
@@ -51,12 +53,14 @@ class Subscribing:
         """Begin without interests; all arguments are shared with the owner."""
         self._options = options
         self._delivery = delivery
+        self._positions = positions
         self.presence = presence
         self._timers = timers
         self._counters = counters
         #: Sessions that have lost a confirmed subscription since the owner looked last: it closes them.
         self.lost_some: list[Session] = []
         self.interests = InterestTable()
+        self.unlogged = Unlogged(counters)
         self._history = [compile_glob(pattern.encode()) for pattern in options.history]
         self._conflated = [compile_glob(pattern.encode()) for pattern in options.conflate]
 
@@ -103,24 +107,28 @@ class Subscribing:
                 interest, is_logged=self.is_logged(interest), is_conflated=self._is_conflated(interest), joined_at=now
             )
             self.interests.add(shared)
-            actions.append(SubscribeChannel(shared.channel))
+            actions += [SubscribeChannel(shared.channel), *self.unlogged.watch(shared)]
         shared.idle_since = None
-        subscription = Subscription(session, shared, wanted.ref, wanted.since, is_of_connect, is_present=wanted.present)
+        subscription = Subscription(
+            session, shared, wanted.ref, wanted.since, is_of_connect, is_present=wanted.is_present
+        )
         session.subscriptions[interest.id] = subscription
         shared.set_stage(subscription, Stage.WAITING)
+        if wanted.is_stored:
+            actions += self._positions.begin(subscription, now)
         return [*actions, *self._delivery.begin(subscription, now)]
 
     def _why_not(self, session: Session, wanted: Wanted) -> Error | None:
         interest, ref = wanted.interest, wanted.ref
         if error := self.refusal(session, interest, ref):
             return error
-        if wanted.present and not (interest.kind == "channel" and self.presence.is_listed(interest.name)):
+        if wanted.is_present and not (interest.kind == "channel" and self.presence.is_listed(interest.name)):
             return Error("forbidden", NO_PRESENCE, ref=ref)
         is_new = interest.id not in session.subscriptions
         if is_new and len(session.subscriptions) >= self._options.subscriptions_per_session_max:
             most = self._options.subscriptions_per_session_max
             return Error("too_many", f"one connection has {most} subscriptions at most", ref=ref)
-        return None
+        return self._why_not_stored(session, wanted) if wanted.is_stored else None
 
     def refusal(self, session: Session, interest: Interest, ref: int) -> Error | None:
         """Return why a user may not have anything of an interest; None where it may."""
@@ -134,6 +142,14 @@ class Subscribing:
             return Error("log_unavailable", "this broker has no log servers: see broker.logs", ref=ref)
         return None
 
+    def _why_not_stored(self, session: Session, wanted: Wanted) -> Error | None:
+        if not self.is_logged(wanted.interest):
+            return Error("not_logged", "a channel without a log has no positions: see broker.history", ref=wanted.ref)
+        if not session.grant.user:
+            reason = "positions are stored for users with a token, as a session without one can be anybody's"
+            return Error("forbidden", reason, ref=wanted.ref)
+        return None
+
     def unsubscribe(self, session: Session, s: str) -> None:
         """End a user's subscription, if there is one, once the present event was handled."""
         subscription = session.subscriptions.get(s)
@@ -145,6 +161,7 @@ class Subscribing:
         subscription.is_ended = True
         shared = subscription.interest
         shared.remove(subscription)
+        self._positions.end(subscription, now)
         subscriptions = subscription.session.subscriptions
         if subscriptions.get(shared.id) is subscription:
             del subscriptions[shared.id]
@@ -159,7 +176,7 @@ class Subscribing:
         shared.phase = Phase.LEAVING
         shared.pending.clear()
         self._delivery.recents.forget(shared)
-        return [UnsubscribeChannel(shared.channel)]
+        return [UnsubscribeChannel(shared.channel), *self.unlogged.end(shared)]
 
     # Answers.
 
@@ -223,6 +240,7 @@ class Subscribing:
             self.end(subscription, now)
             if was_confirmed:  # the user takes it for good: who connects again learns that it is refused
                 self.lost_some.append(session)
+        actions += self.unlogged.end(shared)
         self.interests.remove(shared)
         self._delivery.recents.forget(shared)
         self._counters["subscriptions_refused_by_redis"] += 1

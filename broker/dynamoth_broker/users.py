@@ -13,6 +13,7 @@ from dynamoth_broker.events import (
     FULL,
     GOING_AWAY,
     RESTARTING,
+    RETRY_MS,
     TAKEN_OVER,
     TOKEN_EXPIRED,
     TOO_SLOW,
@@ -24,7 +25,7 @@ from dynamoth_broker.events import (
     Transmit,
 )
 from dynamoth_broker.sessions import Session
-from dynamoth_broker.subscribing import RETRY_MS, Subscribing, may_subscribe
+from dynamoth_broker.subscribing import Subscribing, may_subscribe
 
 if TYPE_CHECKING:
     from dynamoth_broker.control import Control
@@ -59,6 +60,8 @@ class Users:
         #: Sessions by when they are pinged next, and by when their answer is due; the earliest first.
         self._pings: deque[tuple[float, Session]] = deque()
         self._pongs: deque[tuple[float, Session]] = deque()
+        #: Sessions that are slow, for the longest time first.
+        self._slow: dict[Session, None] = {}
         #: Where the next user is sent.
         self._next_alternate = 0
         #: Whether users are moved away, and none are taken.
@@ -100,7 +103,7 @@ class Users:
     def open(self, connection: ConnectionId, connect: Connect, grant: Grant, now: float) -> list[BrokerAction]:
         """Take a user who has connected, or send it elsewhere."""
         session = Session(connection, connect.session, grant, connect.generation, now, now)
-        if refusal := self._why_not_admitted(session):
+        if refusal := self._why_not_admitted(session, connect.ticket):
             code, reason, error = refusal
             self._counters[f"refused_{error.code}"] += 1
             return [Transmit(connection, error), CloseConnection(connection, code, reason)]
@@ -118,12 +121,14 @@ class Users:
         self._watch_expiry(session, now)
         return [*actions, Transmit(connection, connected), *self._subscribing.connect(session, connect.subs, now)]
 
-    def _why_not_admitted(self, session: Session) -> tuple[int, str, Error] | None:
+    def _why_not_admitted(self, session: Session, ticket: str | None) -> tuple[int, str, Error] | None:
         if self._is_stopping or self.is_draining:
             error = Error("draining", "this broker takes no users now", "elsewhere", RETRY_MS)
             return GOING_AWAY, "draining", error
         if not self.is_admitting:
             return FULL, "full", Error("full", "this broker has no room for more users", "elsewhere", RETRY_MS)
+        if self._control.traffic_ratio > self._options.ratio_accept and not self._control.is_ticket(session, ticket):
+            return FULL, "full", Error("full", "this broker has as much traffic as it takes", "elsewhere", RETRY_MS)
         earlier = self._by_key.get(session.key)
         if earlier is not None and earlier.generation > session.generation:
             return TAKEN_OVER, "taken over", Error("taken_over", "a newer connection of this session is here")
@@ -133,6 +138,7 @@ class Users:
         """Close a session's connection. Nothing more is delivered."""
         session.is_closed = True
         self._subscribing.presence.on_closed(session, code, now)
+        self._slow.pop(session, None)
         for subscription in list(session.subscriptions.values()):
             self._subscribing.end(subscription, now)
         if self._by_key.get(session.key) is session:
@@ -183,15 +189,23 @@ class Users:
 
     # Slow users, and those who are gone.
 
-    def on_overflowed(self, connection: ConnectionId, now: float) -> None:
-        """Let a user fall behind."""
+    def on_overflowed(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
+        """Let a user fall behind; if very many are, close the connection of the one who has been for longest."""
         session = self.open_session(connection)
         if session is None or session.slow_since is not None:
-            return
+            return []
         self._counters["slow_sessions"] += 1
         session.slow_since = now
+        self._slow[session] = None
         for subscription in session.subscriptions.values():
             self._delivery.pause(subscription)
+        if len(self._slow) <= self._options.slow_sessions_max:
+            return []
+        return [self._close_slow(next(iter(self._slow)), now)]
+
+    def _close_slow(self, session: Session, now: float) -> BrokerAction:
+        self._counters["slow_sessions_closed"] += 1
+        return self.close(session, TOO_SLOW, "too slow", now)
 
     def on_writable(self, connection: ConnectionId, now: float) -> list[BrokerAction]:
         """Let a user catch up."""
@@ -199,6 +213,7 @@ class Users:
         if session is None or session.slow_since is None:
             return []
         session.slow_since = None
+        del self._slow[session]
         actions: list[BrokerAction] = []
         for subscription in list(session.subscriptions.values()):
             actions += self._delivery.go_on(subscription, now)
@@ -214,7 +229,7 @@ class Users:
             if session.is_closed:
                 continue
             if session.slow_since is not None and now - session.slow_since > options.slow_s_max:
-                actions.append(self.close(session, TOO_SLOW, "too slow", now))
+                actions.append(self._close_slow(session, now))
                 continue
             actions.append(Transmit(session.connection, Ping()))
             self._pings.append((now + options.ping_s, session))
@@ -242,5 +257,6 @@ class Users:
         for connection, session in self.sessions.items():
             assert session.connection == connection
             assert not (session.is_closed and session.subscriptions), f"{session.name} is closed and has subscriptions"
+        assert all(not each.is_closed and each.slow_since is not None for each in self._slow), "not slow, or closed"
         for session in self._by_key.values():
             assert not session.is_closed, f"{session.name} is closed, and the newest"

@@ -77,7 +77,7 @@ async def ask_edge(
     Args:
         cluster: its servers.
         link: credentials, TLS.
-        command: as in ``dynamoth_broker.control`` and ``dynamoth_broker.coordinator.machine``.
+        command: as in ``dynamoth_broker.operators`` and ``dynamoth_broker.coordinator.requests``.
         target: the id of a broker, ``COORDINATORS``, or ``EVERYBODY``.
         arguments: those of the command.
 

@@ -20,6 +20,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Protocol, cast
 
+from dynamoth_cli.arguments import CommandParser
 from dynamoth_cli.extras import what_is_missing
 from dynamoth_daemon.exit_codes import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 
@@ -131,7 +132,7 @@ def _run(name: str, rest: list[str]) -> int:
         return _fail(f"`dynamoth {name}` needs {missing}", EXIT_REFUSED)
     try:
         module = cast(CommandModule, import_module(command.module))
-        parser = argparse.ArgumentParser(
+        parser = CommandParser(
             prog=f"dynamoth {name}",
             description=command.summary[0].upper() + command.summary[1:] + ".",
             epilog=EXIT_CODES,

@@ -16,12 +16,14 @@ from typing import Any
 
 from dynamoth.edge.frames import URL_MAX, URLS_MAX
 from dynamoth.edge.interests import ID_CHARACTERS
+from dynamoth.edge.tickets import KEY_BYTES
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.wire import (
     ARRAY_MAX,
     pack,
     parser,
     read_array,
+    read_bytes,
     read_natural,
     read_text,
     shortened,
@@ -47,6 +49,12 @@ USER_MAX = 512
 """Longest name of a user in characters. Users of whom a token says longer names are served, but not moved for load."""
 
 BROKER_MAX = 64
+
+HASH_MAX = 16
+"""Bound of a hash of settings, in characters."""
+
+REPORT_S_MAX = 60.0
+"""Longest time between two reports of a broker."""
 
 USER_LOAD_CLASSES = 48
 """Classes of user loads by powers of two; the last has all from 140 TB/s on."""
@@ -89,6 +97,7 @@ class BrokerReport:
     is_admitting: bool = True
     #: Whether it is being emptied.
     is_draining: bool = False
+    #: Latitude and longitude in degrees; None: unknown.
     location: tuple[float, float] | None = None
     #: The interests with the highest rates, at most ``INTERESTS_MAX``.
     interests: InterestColumns = InterestColumns()
@@ -96,6 +105,11 @@ class BrokerReport:
     user_loads: tuple[int, ...] = ()
     #: Where users reach it; empty where nobody can be sent to it.
     url: str = ""
+    #: Hashes of ``broker.logs`` and ``broker.history``, which all brokers need alike; empty: unknown.
+    logs_hash: str = ""
+    history_hash: str = ""
+    #: The time between two reports of this broker, in seconds; at most ``REPORT_S_MAX``. 0: unknown.
+    report_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +186,8 @@ class OpenBrokers:
     """Coordinator to all brokers: where users can go, the least loaded broker first; at most ``URLS_MAX`` URLs."""
 
     urls: tuple[str, ...]
+    #: The key of tickets (``dynamoth.edge.tickets``); empty: there are none.
+    ticket_key: bytes = b""
 
 
 EdgeMessage = BrokerReport | CandidatesRequest | CandidatesOffer | MovesRequest | MovesEnded | OpenBrokers
@@ -196,7 +212,8 @@ def _report_to_wire(report: BrokerReport) -> list[Any]:
     return [
         *(report.broker, report.url, report.capacity_bytes_per_s, report.load_bytes_per_s, report.inbound_bytes_per_s),
         *(report.users, report.other_ratio_max, report.is_admitting, report.is_draining, report.location),
-        *(_columns_to_wire(report.interests), report.user_loads),
+        *(_columns_to_wire(report.interests), report.user_loads, report.logs_hash, report.history_hash),
+        report.report_s,
     ]
 
 
@@ -213,7 +230,7 @@ _WRITE: dict[type[Any], Callable[[Any], list[Any]]] = {
     CandidatesOffer: lambda m: [3, m.request, *_candidates_to_wire(m.candidates)],
     MovesRequest: lambda m: [4, m.targets, m.moves],
     MovesEnded: lambda m: [5, m.broker, [[user, end.value] for user, end in m.ends]],
-    OpenBrokers: lambda m: [6, m.urls],
+    OpenBrokers: lambda m: [6, m.urls, m.ticket_key],
 }
 
 
@@ -226,11 +243,22 @@ def pack_edge(stamp: Stamp, message: EdgeMessage) -> bytes:
 # Reading: each field is checked, as anyone who reaches a server can publish anything.
 
 
+_REPORT_DEFAULTS: tuple[Any, ...] = ("", "", 0.0)
+"""Of the fields that older brokers do not send."""
+
+
 def _number(value: Any, *, may_be_infinite: bool = False) -> float:
     """Read a number from 0 on."""
     if type(value) not in (int, float) or not value >= 0 or (math.isinf(value) and not may_be_infinite):
         raise MalformedMessage(f"a number from 0 on expected, not {shortened(value)}")
     return float(value)
+
+
+def _ticket_key(value: Any) -> bytes:
+    key = read_bytes(value)
+    if len(key) not in (0, KEY_BYTES):
+        raise MalformedMessage(f"a key of tickets has {KEY_BYTES} bytes, not {len(key)}")
+    return key
 
 
 def _array(value: Any, length_max: int) -> list[Any]:
@@ -271,6 +299,25 @@ def _location(value: Any) -> tuple[float, float] | None:
     return float(x), float(y)
 
 
+def parse_location(text: str) -> tuple[float, float]:
+    """Read ``LATITUDE,LONGITUDE`` in degrees. Raises ValueError: the text says what is wrong."""
+    words = text.split(",")
+    try:
+        latitude, longitude = map(float, words)
+    except ValueError:
+        raise ValueError("two numbers expected, as in 48.2,16.4: latitude and longitude in degrees") from None
+    for name, degrees, bound in (("latitude", latitude, 90), ("longitude", longitude, 180)):
+        if not -bound <= degrees <= bound:
+            raise ValueError(f"a {name} from -{bound} to {bound} degrees expected, not {degrees:g}")
+    return latitude, longitude
+
+
+def _report_s(value: Any) -> float:
+    if (report_s := _number(value)) > REPORT_S_MAX:
+        raise MalformedMessage(f"a time of at most {REPORT_S_MAX:g} s expected, not {report_s:g}")
+    return report_s
+
+
 def _columns(value: Any, length_max: int) -> InterestColumns:
     ids, rates, users = (_array(each, length_max) for each in read_array(value))
     if not len(ids) == len(rates) == len(users):
@@ -283,6 +330,7 @@ def _columns(value: Any, length_max: int) -> InterestColumns:
 
 
 def _report(v: list[Any]) -> BrokerReport:
+    logs_hash, history_hash, report_s = (*v[12:15], *_REPORT_DEFAULTS[len(v[12:15]) :])  # older brokers send none
     capacity = _number(v[2])
     if not capacity:
         raise MalformedMessage("a capacity of 0")
@@ -299,6 +347,9 @@ def _report(v: list[Any]) -> BrokerReport:
         location=_location(v[9]),
         interests=_columns(v[10], INTERESTS_MAX),
         user_loads=tuple(map(read_natural, _array(v[11], USER_LOAD_CLASSES))),
+        logs_hash=read_text(logs_hash, HASH_MAX),
+        history_hash=read_text(history_hash, HASH_MAX),
+        report_s=_report_s(report_s),
     )
 
 
@@ -331,7 +382,7 @@ _READ: dict[int, Callable[[list[Any]], EdgeMessage]] = {
     3: lambda v: CandidatesOffer(read_natural(v[0]), _candidates(v[1:])),
     4: _moves,
     5: _ends,
-    6: lambda v: OpenBrokers(_urls(v[0])),
+    6: lambda v: OpenBrokers(_urls(v[0]), _ticket_key(v[1]) if len(v) > 1 else b""),
 }
 
 

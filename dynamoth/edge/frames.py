@@ -52,15 +52,17 @@ _F = TypeVar("_F")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One subscription that a user asks for; ``since`` None is "from now on".
+    """One subscription that a user asks for.
 
-    ``present``: whether others are to see that the session is on the channel.
+    ``since`` None is "from now on". If it is *stored*, that is behind the position that brokers keep for this session.
+    ``is_present``: whether others are to see that the session is on the channel.
     """
 
     ref: int
     interest: Interest
     since: Position | None = None
-    present: bool = False
+    is_stored: bool = False
+    is_present: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,10 @@ class AskMembers:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Says up to which offset of which interests the application has handled publications."""
+    """Says up to which positions of which stored subscriptions the application has handled publications."""
 
     type: ClassVar = "ack"
-    p: Mapping[str, int]
+    p: Mapping[str, Position]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,8 @@ def to_wire(frame: Frame) -> dict[str, Any]:
             members = [[user, member] for member, user in frame.members]
             wire |= {"ref": frame.ref, "members": members, "count": frame.count}
             return wire | _position_to_wire(frame.position)
+        case Ack(p):
+            return wire | {"p": {s: _position_to_wire(position) for s, position in p.items()}}
         case Data(s, payload, offset, place):
             wire["s"] = s
             if offset is not None:
@@ -326,10 +330,14 @@ def _wanted_to_wire(wanted: Wanted) -> dict[str, Any]:
     wire: dict[str, Any] = {"ref": wanted.ref, interest.kind: interest.name}
     if interest.kind == "query":
         wire["params"] = interest.values
-    if wanted.present:
+    if wanted.is_present:
         wire["present"] = True
     if wanted.since is not None:
         wire["since"] = _position_to_wire(wanted.since)
+    elif wanted.is_stored:
+        wire["since"] = "stored"
+    if wanted.is_stored:
+        wire["stored"] = True
     return wire
 
 
@@ -418,6 +426,13 @@ def _offsets(value: Any) -> dict[str, int]:
     return {_read_id(s): _exact(offset) for s, offset in offsets.items()}
 
 
+def _acked(value: Any) -> dict[str, Position]:
+    positions = read_text_map(value)
+    if len(positions) > SUBSCRIPTIONS_MAX:
+        raise MalformedMessage(f"at most {SUBSCRIPTIONS_MAX} positions expected, not {len(positions)}")
+    return {_read_id(s): read_position(read_text_map(position)) for s, position in positions.items()}
+
+
 def _payload(wire: Mapping[str, Any]) -> bytes:
     if "d" in wire:
         return read_text(wire["d"]).encode()
@@ -436,9 +451,15 @@ def _wanted(wire: Mapping[str, Any]) -> Wanted:
         interest = presence_interest(wire["presence"])
     else:
         interest = query_interest(wire["query"], wire.get("params", {}))
-    since = wire.get("since", "new")
-    position = None if since == "new" else read_position(read_text_map(since))
-    return Wanted(_exact(wire.get("ref")), interest, position, wire.get("present") is True)
+    is_stored = wire.get("stored") is True
+    since = wire.get("since", "stored" if is_stored else "new")
+    if since == "new" and is_stored:
+        raise MalformedMessage("a stored subscription begins at a position, or at the stored one")
+    is_stored = is_stored or since == "stored"
+    if is_stored and interest.kind == "presence":
+        raise MalformedMessage("positions are stored for channels and queries, not for the presence of a channel")
+    position = None if since in ("new", "stored") else read_position(read_text_map(since))
+    return Wanted(_exact(wire.get("ref")), interest, position, is_stored, wire.get("present") is True)
 
 
 def _connect(wire: Mapping[str, Any]) -> Connect:
@@ -529,7 +550,7 @@ _USER: dict[str, Callable[[Mapping[str, Any]], UserFrame]] = {
         _exact(wire.get("ref")), channel_interest(wire.get("channel")), _payload(wire)
     ),
     "members": lambda wire: AskMembers(_exact(wire.get("ref")), presence_interest(wire.get("channel"))),
-    "ack": lambda wire: Ack(_offsets(wire.get("p"))),
+    "ack": lambda wire: Ack(_acked(wire.get("p"))),
     "refresh": lambda wire: Refresh(_token(wire.get("token"))),
     "leave": lambda _: Leave(),
     "pong": lambda _: Pong(),

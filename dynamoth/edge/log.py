@@ -36,8 +36,8 @@ LOG_PREFIX = RESERVED_PREFIX + b"log:"
 FENCED = "FENCED"
 """The first word of the error that refuses a writer of an older term."""
 
-BEGIN_SCRIPT = b"""redis.replicate_commands()
-local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution')
+BEGIN = b"""redis.replicate_commands()
+local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution', 'executed_at')
 local epoch, offset = meta[2], tonumber(meta[3])
 if not epoch or (ARGV[1] ~= '' and meta[1] ~= ARGV[1]) then
   epoch, offset, meta[5] = ARGV[2], 0, false
@@ -48,41 +48,66 @@ end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 """
-"""The beginning of every script: it sets ``epoch`` and ``offset``, of a new life where the log was lost."""
+"""The first lines of every script: they begin the log where it is new, and know ``epoch`` and ``offset`` of its end."""
 
 APPEND_SCRIPT = (
-    BEGIN_SCRIPT
+    BEGIN
     + b"""local term, execution = tonumber(ARGV[4]), tonumber(ARGV[5])
 if meta[4] and tonumber(meta[4]) > term then
   return redis.error_reply('FENCED by a newer writer, term ' .. meta[4])
 end
-if execution > 0 and meta[5] and tonumber(meta[5]) >= execution then return {epoch, offset, 0} end
+if execution > 0 and meta[5] and tonumber(meta[5]) >= execution then
+  if tonumber(meta[5]) == execution and meta[6] then return {epoch, tonumber(meta[6]), 0} end
+  return {epoch, offset, 2}
+end
 offset = offset + 1
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], offset .. '-0', 'd', ARGV[7])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('HSET', KEYS[1], 'offset', offset, 'term', term)
-if execution > 0 then redis.call('HSET', KEYS[1], 'execution', execution) end
+if execution > 0 then redis.call('HSET', KEYS[1], 'execution', execution, 'executed_at', offset) end
 return {epoch, offset, 1}
 """
 )
 
 READ_SCRIPT = (
-    BEGIN_SCRIPT
+    BEGIN
     + b"""local first = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 first = first and tonumber(string.match(first[1], '^%d+')) or offset + 1
 local after, count, entries = tonumber(ARGV[4]), tonumber(ARGV[5]), {}
 if count > 0 and after < offset then
   entries = redis.call('XRANGE', KEYS[2], (after + 1) .. '-0', '+', 'COUNT', count)
 end
-local reply = {epoch, offset, first}
-for _, entry in ipairs(entries) do
+local reply, size = {epoch, offset, first}, 0
+for number, entry in ipairs(entries) do
+  size = size + #entry[2][2]
+  if number > 1 and size > tonumber(ARGV[6]) then break end
   reply[#reply + 1] = tonumber(string.match(entry[1], '^%d+'))
   reply[#reply + 1] = entry[2][2]
 end
 return reply
 """
 )
-"""Reads up to ``count`` publications behind an offset. It writes, as reading a lost log begins its next epoch."""
+"""Reads publications behind an offset, up to a number of them and of their bytes, but at least one.
+
+It writes, as reading a lost log begins its next epoch.
+"""
+
+TIPS_SCRIPT = b"""redis.replicate_commands()
+local reply = {}
+for i = 1, #KEYS, 2 do
+  local meta = redis.call('HMGET', KEYS[i], 'run', 'epoch', 'offset')
+  redis.call('PEXPIRE', KEYS[i], ARGV[2])
+  redis.call('PEXPIRE', KEYS[i + 1], ARGV[2])
+  local is_lost = not meta[2] or (ARGV[1] ~= '' and meta[1] ~= ARGV[1])
+  reply[#reply + 1] = is_lost and '' or meta[2]
+  reply[#reply + 1] = is_lost and 0 or tonumber(meta[3])
+end
+return reply
+"""
+"""Returns epoch and last offset of many logs; no epoch for one that is new, or lost: reading it begins the next."""
+
+PAGE_BYTES_MAX = 128 * 1024
+"""Payloads that are read from a log at a time have at most so many bytes, or are one."""
 
 TTL_S = 7 * 24 * 3600.0
 """A log that nobody has written or read for this time is forgotten."""
@@ -102,11 +127,15 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """The place that an append was given; ``is_new`` is False where the execution was appended before."""
+    """The place that an append was given; ``is_new`` is False where the execution was appended before.
+
+    Of an execution before the last one only the log's end is known: ``is_exact`` is False then.
+    """
 
     epoch: int
     offset: int
     is_new: bool
+    is_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +191,33 @@ def append_command(
 
 
 def read_command(
-    interest_id: str, run_id: str, new_epoch: int, options: LogOptions, after: int = 0, count: int = 0
+    interest_id: str,
+    run_id: str,
+    new_epoch: int,
+    options: LogOptions,
+    after: int = 0,
+    count: int = 0,
+    bytes_max: int = PAGE_BYTES_MAX,
 ) -> tuple[CommandPart, ...]:
-    """Return the command that reads the tip of a log, and up to ``count`` publications behind the offset ``after``."""
+    """Return the command that reads the tip of a log, and up to ``count`` publications behind the offset ``after``.
+
+    There are fewer where they would have more than ``bytes_max``, but at least one.
+    """
     return (
         b"EVAL", READ_SCRIPT, b"2", *log_keys(interest_id), *begin_arguments(run_id, new_epoch, options),
-        b"%d" % after, b"%d" % count,
+        b"%d" % after, b"%d" % count, b"%d" % bytes_max,
     )  # fmt: skip
 
 
+def tips_command(interest_ids: Sequence[str], run_id: str, options: LogOptions) -> tuple[CommandPart, ...]:
+    """Return the command that reads the tips of many logs at one server, and keeps them from being forgotten."""
+    keys = [key for interest_id in interest_ids for key in log_keys(interest_id)]
+    run, _, ttl = begin_arguments(run_id, 0, options)
+    return (b"EVAL", TIPS_SCRIPT, b"%d" % len(keys), *keys, run, ttl)
+
+
 def begin_arguments(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, bytes, bytes]:
-    """Return the arguments of ``BEGIN_SCRIPT``."""
+    """Return the first arguments of every script that begins with ``BEGIN``."""
     return b"" if options.durable else run_id.encode(), b"%016x" % new_epoch, b"%d" % round(options.ttl_s * 1000)
 
 
@@ -180,7 +225,7 @@ def begin_arguments(run_id: str, new_epoch: int, options: LogOptions) -> tuple[b
 def parse_appended(reply: Any) -> Appended:
     """Read the reply of ``append_command``. Raises MalformedMessage."""
     epoch, offset, is_new = read_array(reply)
-    return Appended(read_epoch(epoch), int(offset), bool(is_new))
+    return Appended(read_epoch(epoch), int(offset), is_new == 1, is_new != 2)
 
 
 @parser("the reply of a log's server")
@@ -194,6 +239,21 @@ def parse_page(reply: Any) -> LogPage:
     return LogPage(read_epoch(epoch), int(tip), int(first), entries)
 
 
+@parser("the reply of a log's server")
+def parse_tips(reply: Any, count: int) -> list[tuple[int | None, int]]:
+    """Read the reply of ``tips_command`` for ``count`` logs: epoch (None: it is new, or lost) and last offset of each.
+
+    Raises MalformedMessage.
+    """
+    values = read_array(reply)
+    if len(values) != 2 * count:
+        raise MalformedMessage(f"the tips of {count} logs expected, not {len(values)} values")
+    return [
+        (None if epoch == b"" else read_epoch(epoch), int(offset))
+        for epoch, offset in zip(values[::2], values[1::2], strict=True)
+    ]
+
+
 def read_epoch(value: Any) -> int:
     """Read an epoch in a reply of a script. Raises MalformedMessage."""
     if not isinstance(value, bytes) or len(value) != 16:
@@ -203,7 +263,7 @@ def read_epoch(value: Any) -> int:
 
 def is_script(words: Sequence[bytes]) -> bool:
     """Tell whether a command is a script of this module."""
-    return len(words) > 1 and words[0] == b"EVAL" and words[1] in (APPEND_SCRIPT, READ_SCRIPT)
+    return len(words) > 1 and words[0] == b"EVAL" and words[1] in (APPEND_SCRIPT, READ_SCRIPT, TIPS_SCRIPT)
 
 
 def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
@@ -211,42 +271,64 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
 
     ``execute`` gets the words of a command (HMGET, HSET, DEL, PEXPIRE, XADD, XRANGE) and returns its reply.
     """
+    if words[1] == TIPS_SCRIPT:
+        return _evaluate_tips(words, execute)
+    epoch, offset, term_text, executed, executed_at = evaluate_begin(words, execute)
     meta_key, stream_key = words[3:5]
     arguments = words[5:]
-    epoch, offset, term_text, executed = evaluate_begin(meta_key, stream_key, arguments, execute)
     if words[1] == READ_SCRIPT:
-        after, count = map(int, arguments[3:5])
-        return _evaluate_read(stream_key, epoch, offset, after, count, execute)
+        after, count, bytes_max = map(int, arguments[3:6])
+        reply = _evaluate_read(stream_key, epoch, offset, after, count, execute)
+        while len(reply) > 5 and sum(map(len, reply[4::2])) > bytes_max:
+            del reply[-2:]
+        return reply
     term, execution = map(int, arguments[3:5])
     if term_text is not None and int(term_text) > term:
         return ErrorReply(f"{FENCED} by a newer writer, term {int(term_text)}")
     if execution > 0 and executed is not None and int(executed) >= execution:
-        return [epoch, offset, 0]
+        if int(executed) == execution and executed_at is not None:
+            return [epoch, int(executed_at), 0]
+        return [epoch, offset, 2]
     offset += 1
     execute(b"XADD", stream_key, b"MAXLEN", b"~", arguments[5], b"%d-0" % offset, b"d", arguments[6])
     execute(b"PEXPIRE", stream_key, arguments[2])
     execute(b"HSET", meta_key, b"offset", b"%d" % offset, b"term", b"%d" % term)
     if execution > 0:
-        execute(b"HSET", meta_key, b"execution", b"%d" % execution)
+        execute(b"HSET", meta_key, b"execution", b"%d" % execution, b"executed_at", b"%d" % offset)
     return [epoch, offset, 1]
 
 
+def _evaluate_tips(words: Sequence[bytes], execute: Callable[..., Any]) -> list[Any]:
+    count = int(words[2])
+    keys, (run_id, ttl_ms) = words[3 : 3 + count], words[3 + count :]
+    reply: list[Any] = []
+    for meta_key, stream_key in zip(keys[::2], keys[1::2], strict=True):
+        run, epoch, offset = execute(b"HMGET", meta_key, b"run", b"epoch", b"offset")
+        execute(b"PEXPIRE", meta_key, ttl_ms)
+        execute(b"PEXPIRE", stream_key, ttl_ms)
+        is_lost = epoch is None or (run_id and run != run_id)
+        reply += [b"", 0] if is_lost else [epoch, int(offset)]
+    return reply
+
+
 def evaluate_begin(
-    meta_key: bytes, stream_key: bytes, arguments: Sequence[bytes], execute: Callable[..., Any]
-) -> tuple[bytes, int, bytes | None, bytes | None]:
-    """Do what ``BEGIN_SCRIPT`` does; return epoch, offset, term and execution."""
-    run, epoch, offset_text, term, executed = execute(
-        b"HMGET", meta_key, b"run", b"epoch", b"offset", b"term", b"execution"
+    words: Sequence[bytes], execute: Callable[..., Any]
+) -> tuple[bytes, int, bytes | None, bytes | None, bytes | None]:
+    """Do what ``BEGIN`` does; return epoch and offset of the log's end, the term, the last execution and its offset."""
+    meta_key, stream_key = words[3:5]
+    run_id, new_epoch, ttl_ms = words[3 + int(words[2]) :][:3]
+    run, epoch, offset_text, term, executed, executed_at = execute(
+        b"HMGET", meta_key, b"run", b"epoch", b"offset", b"term", b"execution", b"executed_at"
     )
     offset = int(offset_text or 0)
-    if epoch is None or (arguments[0] and run != arguments[0]):
-        epoch, offset, executed = arguments[1], 0, None
+    if epoch is None or (run_id and run != run_id):
+        epoch, offset, executed = new_epoch, 0, None
         execute(b"DEL", stream_key)
         execute(b"HDEL", meta_key, b"execution")
-        execute(b"HSET", meta_key, b"run", arguments[0], b"epoch", epoch, b"offset", b"0")
-    execute(b"PEXPIRE", meta_key, arguments[2])
-    execute(b"PEXPIRE", stream_key, arguments[2])
-    return epoch, offset, term, executed
+        execute(b"HSET", meta_key, b"run", run_id, b"epoch", epoch, b"offset", b"0")
+    execute(b"PEXPIRE", meta_key, ttl_ms)
+    execute(b"PEXPIRE", stream_key, ttl_ms)
+    return epoch, offset, term, executed, executed_at
 
 
 def _evaluate_read(

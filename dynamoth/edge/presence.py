@@ -33,7 +33,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from dynamoth.edge.interests import ID_BYTES
-from dynamoth.edge.log import BEGIN_SCRIPT, LogOptions, begin_arguments, evaluate_begin, log_keys, read_epoch
+from dynamoth.edge.log import BEGIN, LogOptions, begin_arguments, evaluate_begin, log_keys, read_epoch
 from dynamoth.edge.publications import Position
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart
@@ -53,7 +53,7 @@ _FENCES = b"-"
 """First characters of what is due: the lease of a member, or the fence of one that has left."""
 
 _BEGIN = (
-    BEGIN_SCRIPT
+    BEGIN
     + b"""local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local before, events = offset, {}
@@ -331,7 +331,7 @@ class _Model:
         self.meta, self.stream, self.members, self._due, self._left = words[3:8]
         self.arguments = words[8:]
         self._execute = execute
-        self._epoch, self._offset, _, _ = evaluate_begin(self.meta, self.stream, self.arguments, execute)
+        self._epoch, self._offset, *_ = evaluate_begin(words, execute)
         seconds, microseconds = execute(b"TIME")
         self._now = int(seconds) * 1000 + int(microseconds) // 1000
         self._events: list[bytes] = []

@@ -306,6 +306,12 @@ class SessionSettings:
     subscriptions_per_session_max: int = setting(
         128, "subscriptions of one user's connection at most", minimum=1, maximum=1000
     )
+    slow_sessions_max: int = setting(
+        500,
+        "so many users at most may be behind at once; beyond that, the connection of the one who has been for longest"
+        " is closed: bounds memory, with unsent_bytes_max",
+        minimum=1,
+    )
     linger_s: float = setting(
         10.0,
         "what nobody is subscribed to any more is kept for this time, so that users who come and go cost Redis nothing",
@@ -318,16 +324,27 @@ class SessionSettings:
         unit="s",
         above=0,
     )
-    ping_s: float = setting(25.0, "time between two pings to a user", unit="s", above=0)
-    report_s: float = setting(
-        1.0, "time between two reports to the coordinator: as its report_s", unit="s", minimum=0.1, maximum=60
+    position_ttl_s: float = setting(
+        2_592_000.0,
+        "a stored position of a user whom no broker has served for this time is forgotten: longer than users stay away",
+        unit="s",
+        minimum=60,
+        maximum=31_536_000,
     )
+    ping_s: float = setting(25.0, "time between two pings to a user", unit="s", above=0)
+    report_s: float = setting(1.0, "time between two reports to the coordinator", unit="s", minimum=0.1, maximum=60)
     capacity_bytes_per_s: int = setting(
         GIGABIT_BYTES_PER_S,
         "traffic of this broker that counts as load ratio 1: what comes from Redis and what goes to users",
         unit="bytes/s",
         minimum=1,
         maximum=OUTGOING_BYTES_PER_S_MAX,
+    )
+    ratio_accept: float = setting(
+        1.0,
+        "with more traffic than this part of capacity_bytes_per_s, newcomers are sent elsewhere; users whom a"
+        " coordinator has had moved here are taken",
+        above=0,
     )
 
 
@@ -346,6 +363,10 @@ class BrokerSettings(SessionSettings, HttpSettings):
         "the URL at which users reach this broker (wss://HOST/connect); empty: made of host and port where these are"
         " definite, else the coordinator sends nobody here",
     )
+    location: str = setting(
+        "",
+        "where this broker is: LATITUDE,LONGITUDE in degrees, for newcomers who ask for a near broker; empty: unknown",
+    )
     alternates: str = setting(
         "",
         "the URLs at which users reach the other brokers (wss://HOST/connect), separated by spaces; a coordinator knows"
@@ -356,6 +377,11 @@ class BrokerSettings(SessionSettings, HttpSettings):
     )
     token_keys_file: str = setting(
         "", "a file with the keys of tokens: a JSON Web Key Set, in which every key has its alg and kid"
+    )
+    audience: str = setting(
+        "",
+        "this broker's name in the claim aud of tokens: one that does not name it is refused; empty: every token with"
+        " an aud is refused",
     )
     anonymous: bool = setting(False, "whether users without a token may subscribe to everything, but publish nothing")
     logs: str = setting("", "the log servers, as ID=URL separated by spaces; always the same list")
@@ -435,9 +461,15 @@ class MigrationSettings:
 
     # Times.
 
-    report_s: float = setting(1.0, "T_report: brokers report this often", unit="s", above=0)
+    report_s: float = setting(
+        1.0,
+        "T_report: the coordinator says this often where users can go; brokers report at their own broker.report_s",
+        unit="s",
+        above=0,
+        maximum=5,
+    )
     suspect_reports: int = setting(
-        3, "a broker is suspect while its latest report is older than this many times report_s", minimum=1
+        3, "a broker is suspect while its latest report is older than this many times its broker.report_s", minimum=1
     )
     decide_s: float = setting(5.0, "T_decide: time between two looks", unit="s", above=0)
     wait_s: float = setting(
@@ -525,7 +557,7 @@ class CoordinatorSettings(MigrationSettings, HttpSettings):
     )
     forget_s: float = setting(
         30.0,
-        "a broker that has not reported for this time is gone; more than suspect_reports reports",
+        "a broker that has not reported for this time is gone, or for twice the time after which it is suspect",
         unit="s",
         above=0,
     )

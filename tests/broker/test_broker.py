@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import jwt
 import pytest
+from websockets.asyncio.client import connect
+from websockets.typing import Subprotocol
 
+from dynamoth.edge.frames import Subscribed
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import LogOptions, append_command
+from dynamoth.edge.publications import Position
 from dynamoth.errors import ConfigError
 from dynamoth_broker.events import BrokerOptions
+from dynamoth_broker.process.event_ids import LOGGED_MAX, StreamPositions
 from dynamoth_broker.process.runtime import BrokerConfig
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
@@ -194,6 +201,28 @@ def test_tokens_that_are_not_valid(
     run(main())
 
 
+def test_a_refused_token_is_logged_with_its_cause_and_counted(
+    cluster: LocalCluster, logs: dict[str, str], keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = token(kid="k2")
+
+    async def main() -> None:
+        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "http_port": _free_port()}
+        async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
+            user = await RawUser.dial(broker.url)
+            await user.send("connect", v=1, session="ada", subs=[], token=refused)
+            assert (await user.until("error"))["message"] == "the token names an unknown key"
+            assert await user.close_code() == 4001
+            async with http.get(f"http://127.0.0.1:{settings['http_port']}/metrics") as metrics:
+                assert "dynamoth_broker_token_refusals_unknown_key_total 1.0" in await metrics.text()
+
+    with caplog.at_level(logging.WARNING, "dynamoth.broker"):
+        run(main())
+    [record] = [each for each in caplog.records if each.getMessage() == "a user's token is refused"]
+    assert "'k2'" in record.__dict__["cause"]
+    assert refused not in str(record.__dict__)
+
+
 def test_what_a_token_allows(cluster: LocalCluster, logs: dict[str, str], keys: Path) -> None:
     async def main() -> None:
         async with running_broker(cluster.url, logs, token_keys_file=str(keys), anonymous=False) as broker:
@@ -323,16 +352,80 @@ def test_who_was_away_gets_everything_at_another_broker(
             sub = {"ref": 1, "channel": "log-away"}
             connect = {"type": "connect", "v": 1, "session": "ada", "subs": [sub]}
             encoded = base64.urlsafe_b64encode(json.dumps(connect).encode()).decode()
-            positions = {channel_interest("log-away").id: (since["epoch"], since["offset"])}
-            last = base64.urlsafe_b64encode(json.dumps(positions).encode()).decode()
+            positions = StreamPositions()
+            positions.note(Subscribed(1, channel_interest("log-away").id, Position(0xE, 0)))
+            last = positions.event_id() or ""
             url = f"http://127.0.0.1:{broker.sse_port}/sse"
             async with http.get(url, params={"connect": encoded}, headers={"Last-Event-ID": last}) as stream:
                 assert [(await _events_until(stream, "data"))[1]["d"] for _ in expected] == expected
-            for forged in ('{"%s": ["1", Infinity]}', '{"%s": ["-1", -5]}', "[" * 5000 + "%s"):
-                text = forged % channel_interest("log-away").id
-                last = base64.urlsafe_b64encode(text.encode()).decode()
+            for forged in (last[:-2], f"{last}A", last[::-1], "A" * 5000, "{}"):
+                last = forged
                 async with http.get(url, params={"connect": encoded}, headers={"Last-Event-ID": last}) as stream:
                     assert (await _events_until(stream, "subscribed"))[1]["offset"] == MISSED
+
+    run(main())
+
+
+def test_a_stream_that_subscribes_to_too_much_hears_it_at_once_and_resumes_all_the_rest(
+    cluster: LocalCluster, logs: dict[str, str]
+) -> None:
+    async def main() -> None:
+        settings: dict[str, Any] = {"sse_port": _free_port(), "subscriptions_per_session_max": 1000}
+        async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{broker.sse_port}/sse"
+            connect = encoded_connect({"ref": 0, "channel": "log-many-0"})
+            async with http.get(url, params={"connect": connect}) as stream:
+                await _events_until(stream, "moved_in")
+                last = ""
+                for ref in range(1, LOGGED_MAX + 1):
+                    frame = {"type": "subscribe", "ref": ref, "channel": f"log-many-{ref}"}
+                    async with http.post(f"{url}/ada", json=frame) as answer:
+                        assert answer.status == 204
+                    if ref < LOGGED_MAX:
+                        last, _ = await _events_until(stream, "subscribed")
+                _, error = await _events_until(stream, "error")
+                assert (error["code"], error["ref"], error["retry"]) == ("too_many", LOGGED_MAX, "never")
+                assert "use WebSocket" in error["message"]
+                assert len(last) > 4000
+            async with http.get(url, params={"connect": connect}, headers={"Last-Event-ID": last}) as stream:
+                assert stream.status == 200
+                await _events_until(stream, "moved_in")
+
+    run(main())
+
+
+def encoded_connect(*subs: dict[str, Any]) -> str:
+    connect = {"type": "connect", "v": 1, "session": "ada", "subs": subs}
+    return base64.urlsafe_b64encode(json.dumps(connect).encode()).decode()
+
+
+def test_posts_of_others_with_the_same_session_and_refused_tokens_change_nothing(
+    cluster: LocalCluster, logs: dict[str, str], keys: Path
+) -> None:
+    async def main() -> None:
+        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "sse_port": _free_port()}
+        async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{broker.sse_port}/sse"
+            ada, bob = ({"Authorization": f"Bearer {token(sub=sub)}"} for sub in ("ada", "bob"))
+            params = {"connect": encoded_connect()}
+
+            async def post(headers: dict[str, str], **frame: Any) -> int:
+                async with http.post(f"{url}/ada", json=frame, headers=headers) as answer:
+                    return answer.status
+
+            async with http.get(url, params=params, headers=ada) as hers:
+                await _events_until(hers, "moved_in")
+                async with http.get(url, params=params, headers=bob) as his:
+                    await _events_until(his, "moved_in")
+                    assert [await post(each, type="pong") for each in (ada, bob)] == [204, 204]
+                    assert await post({"Authorization": f"Bearer {token(sub='eve')}"}, type="pong") == 403
+                assert await post(ada, type="refresh", token=token(key=b"another" * 8)) == 204
+                assert (await _events_until(hers, "error"))[1]["code"] == "token_refused"
+                assert await post(ada, type="pong") == 204
+                newer = token(exp=time.time() + 120)
+                assert await post(ada, type="refresh", token=newer) == 204
+                assert await post(ada, type="pong") == 403
+                assert await post({"Authorization": f"Bearer {newer}"}, type="pong") == 204
 
     run(main())
 
@@ -393,3 +486,61 @@ def test_key_sets_that_cannot_be_used(text: str, tmp_path: Path, cluster: LocalC
 
 def test_interest_ids_are_the_protocols() -> None:
     assert channel_interest("news").id == "JxRG8SHA_johIc5ws2hG2g"
+
+
+def test_who_reads_slowly_catches_up_with_large_publications_over_one_connection(
+    cluster: LocalCluster, logs: dict[str, str]
+) -> None:
+    async def main() -> None:
+        channel, epoch, count = "log.large", 0xE, 200
+        interest = channel_interest(channel)
+        durable = LogOptions(durable=True)
+        appends = [append_command(interest.id, b"x" * 32_000, "", epoch, durable) for _ in range(count)]
+        await query(logs["l1"], *appends)
+        async with running_broker(cluster.url, logs, log=durable) as broker:
+            with socket.socket() as plain:
+                plain.setblocking(False)
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)  # little fits in between
+                await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", broker.port))
+                user = RawUser(
+                    await connect(
+                        broker.url,
+                        sock=plain,
+                        subprotocols=[Subprotocol("dynamoth.v1.json")],
+                        compression=None,
+                        max_queue=1,
+                    )
+                )
+                since = {"epoch": f"{epoch:016x}", "offset": 0}
+                await user.send("connect", v=1, session="slow", subs=[{"ref": 1, "channel": channel, "since": since}])
+                for offset in range(1, count + 1):
+                    assert (await user.until("data"))["o"] == offset
+                    await asyncio.sleep(0.001)  # it takes its time for each
+                await user.close()
+
+    run(main())
+
+
+def test_a_broker_that_reaches_no_server_of_the_cluster_is_not_ready(
+    cluster: LocalCluster, logs: dict[str, str], free_port: int
+) -> None:
+    async def readiness(expected: int) -> str:
+        """Ask until the status is the expected one; return the text."""
+        url = f"http://127.0.0.1:{free_port}/readyz"
+        async with aiohttp.ClientSession() as http, asyncio.timeout(10):
+            while True:
+                with suppress(aiohttp.ClientConnectorError):  # it does not listen yet
+                    async with http.get(url) as response:
+                        if response.status == expected:
+                            return await response.text()
+                await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        nobody = "redis://127.0.0.1:1"
+        async with running_broker(cluster.url, logs, control={"s1": nobody}, http_port=free_port):
+            assert "no server of the cluster can be reached" in await readiness(503)
+        servers = {"s1": nobody, "s2": f"redis://127.0.0.1:{next(iter(cluster.redis.values())).port}"}
+        async with running_broker(cluster.url, logs, control=servers, http_port=free_port):
+            assert await readiness(200) == "ready\n"
+
+    run(main())

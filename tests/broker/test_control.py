@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from dynamoth.edge.control import (
     unpack_edge,
 )
 from dynamoth.edge.frames import Connect as ConnectFrame
-from dynamoth.edge.frames import Connected, Leave, Move, Wanted
+from dynamoth.edge.frames import Connected, Error, Leave, Move, Wanted
 from dynamoth.edge.interests import channel_interest
+from dynamoth.edge.tickets import KEY_BYTES, make_ticket
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import (
     BROKERS_CHANNEL,
@@ -32,7 +34,8 @@ from dynamoth.names import (
     operator_inbox,
 )
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
-from dynamoth_broker.control import OPEN_BROKERS_S, RESUBSCRIBE_S
+from dynamoth_broker.control import OPEN_BROKERS_S
+from dynamoth_broker.edge_links import RESUBSCRIBE_S, SUBSCRIBE, TAG
 from dynamoth_broker.events import (
     BrokerAction,
     BrokerEvent,
@@ -41,6 +44,8 @@ from dynamoth_broker.events import (
     Closed,
     ControlLinkChanged,
     Grant,
+    MoveSession,
+    Noted,
     Opened,
     Publications,
     Received,
@@ -158,7 +163,7 @@ def test_it_connects_to_all_servers_and_listens_there(broker: Harness) -> None:
     ]
     channels = (broker_channel("b1"), BROKERS_CHANNEL, OPERATOR_EDGE_CHANNEL)
     actions = broker.do(LinkUp(LINKS[0]))
-    assert actions == [ControlLinkChanged(LINKS[0], None), Send(LINKS[0], (b"SUBSCRIBE", *channels), "subscribe")]
+    assert actions == [ControlLinkChanged(LINKS[0], None), Send(LINKS[0], (b"SUBSCRIBE", *channels), (TAG, SUBSCRIBE))]
 
 
 def test_without_servers_nothing_is_said_and_all_else_goes_on() -> None:
@@ -190,11 +195,13 @@ def test_a_report_goes_through_the_servers_that_are_up(broker: Harness) -> None:
 
 
 def test_a_server_that_refuses_is_asked_again(broker: Harness) -> None:
-    refusal = Replied(LINKS[0], "subscribe", ErrorReply("NOPERM no"))
+    refusal = Replied(LINKS[0], (TAG, SUBSCRIBE), ErrorReply("NOPERM no"))
     assert broker.do(refusal) == [ControlLinkChanged(LINKS[0], "NOPERM no")]
     broker.now += RESUBSCRIBE_S
     again = [action for action in broker.do(Tick()) if isinstance(action, Send) and action.args[0] == b"SUBSCRIBE"]
     assert [action.link for action in again] == [LINKS[0]]
+    confirmed = broker.do(Pushed(LINKS[0], [[b"subscribe", BROKERS_CHANNEL, 1]]))
+    assert confirmed == [ControlLinkChanged(LINKS[0], None)] and broker.machine.control.faults == {}
 
 
 def test_a_report_has_the_rates_and_loads(broker: Harness) -> None:
@@ -232,6 +239,22 @@ def test_the_tightest_resource_is_reported(broker: Harness) -> None:
     broker.do(ResourcesMeasured(0.7))
     broker.run(1.05)
     assert broker.reports()[-1].other_ratio_max == 0.7
+
+
+def test_a_report_says_where_the_broker_is_how_often_it_reports_and_hashes_of_its_settings() -> None:
+    def settings(**changed: Any) -> BrokerReport:
+        logs = {"l1": "redis://ann:secret@10.0.0.1:6379", "l2": "redis://10.0.0.2:6379"}
+        values: dict[str, Any] = {"logs": logs, "history": ("news.*", "orders.*"), **changed}
+        broker = Harness(replace(OPTIONS, location=(48.2, 16.4), report_s=0.5, **values))
+        return broker.machine.control.report()
+
+    report = settings()
+    assert (report.location, report.report_s, len(report.logs_hash)) == ((48.2, 16.4), 0.5, 8)
+    same = settings(logs={"l2": "redis://10.0.0.2:6379", "l1": "redis://10.0.0.1:6379"}, history=("orders.*", "news.*"))
+    assert (same.logs_hash, same.history_hash) == (report.logs_hash, report.history_hash), "order, credentials"
+    other_log = settings(logs={"l1": "redis://10.0.0.1:6379"})
+    assert other_log.logs_hash != report.logs_hash and other_log.history_hash == report.history_hash
+    assert settings(history=("news.*",)).history_hash != report.history_hash
 
 
 def test_a_broker_without_a_url_or_about_to_end_admits_nobody(broker: Harness) -> None:
@@ -336,6 +359,59 @@ def test_a_coordinator_that_knows_nobody_else_does_not_hide_the_alternates(broke
     assert [frame.alternates for _, frame in broker.frames if isinstance(frame, Connected)] == [(ELSEWHERE,)]
 
 
+# Admission.
+
+
+def codes(broker: Harness, name: str) -> list[str]:
+    return [frame.code for connection, frame in broker.frames if connection == name and isinstance(frame, Error)]
+
+
+def make_busy(broker: Harness) -> None:
+    """Give it more traffic than its capacity."""
+    broker.open("first", ["news"])
+    for _ in range(5):
+        broker.do(Publications([(b"news", bytes(20_000))]))
+        broker.run(1.0)
+    assert broker.machine.control.traffic_ratio > 1
+
+
+def test_a_broker_with_too_much_traffic_takes_only_users_who_were_moved_there(broker: Harness) -> None:
+    keys = [bytes([number]) * KEY_BYTES for number in range(3)]
+    make_busy(broker)
+    broker.open("newcomer")
+    assert codes(broker, "newcomer") == ["full"]
+    for key in keys:
+        broker.coordinator(OpenBrokers((HERE, THERE), key))
+    for name, ticket in (
+        ("moved", make_ticket(keys[2], "", "moved")),
+        ("late", make_ticket(keys[1], "", "late")),
+        ("too-late", make_ticket(keys[0], "", "too-late")),
+        ("thief", make_ticket(keys[2], "", "moved")),
+    ):
+        broker.do(Opened(name, ConnectFrame(name, ticket=ticket), Grant()))
+    assert [codes(broker, name) for name in ("moved", "late", "too-late", "thief")] == [[], [], ["full"], ["full"]]
+
+
+def test_a_key_that_is_announced_again_is_one_key(broker: Harness) -> None:
+    keys = [bytes([number]) * KEY_BYTES for number in range(2)]
+    make_busy(broker)
+    for key in (keys[0], keys[1], keys[1], keys[1]):
+        broker.coordinator(OpenBrokers((THERE,), key))
+    broker.do(Opened("late", ConnectFrame("late", ticket=make_ticket(keys[0], "", "late")), Grant()))
+    assert codes(broker, "late") == []
+
+
+def test_who_is_asked_to_move_gets_a_ticket_of_the_latest_key(broker: Harness) -> None:
+    broker.open("a", user="ada")
+    broker.do(MoveSession("a", (THERE,)))
+    keys = [bytes([number]) * KEY_BYTES for number in range(2)]
+    for key in keys:
+        broker.coordinator(OpenBrokers((THERE,), key))
+    broker.do(MoveSession("a", (THERE,)))
+    tickets = [frame.ticket for _, frame in broker.frames if isinstance(frame, Move)]
+    assert tickets == [None, make_ticket(keys[1], "ada", "a")]
+
+
 # Operators.
 
 
@@ -365,6 +441,30 @@ def test_a_drain_to_nowhere_is_refused() -> None:
     reply = broker.operator("drain")
     assert reply.error is not None and "there is no other broker" in reply.error
     assert not broker.machine.is_draining
+    assert result_of(broker.operator("drain", force=True))["draining"]
+    broker.run(2.0)
+    assert broker.asked_to_move() == {} and len(broker.machine.sessions) == 1
+
+
+def test_what_operators_ask_for_is_noted_once_for_the_log(broker: Harness) -> None:
+    broker.open("u")
+    notes: list[Noted] = []
+    for number, command, arguments in (
+        (50, "drain", {"rate": 10.0}),
+        (50, "drain", {"rate": 10.0}),
+        (51, "undrain", {}),
+        (52, "move", {"session": "u", "to": [THERE]}),
+        (53, "status", {}),
+        (54, "move", {"session": "nobody", "to": [THERE]}),
+    ):
+        request = AdminRequest(number, command, {"target": "b1", **arguments})
+        actions = broker.do(Pushed(LINKS[1], [[b"message", OPERATOR_EDGE_CHANNEL, pack_control(request)]]))
+        notes += [action for action in actions if isinstance(action, Noted)]
+    assert notes == [
+        Noted("an operator drains this broker", fields={"users": 1, "rate": 10.0, "forced": False}),
+        Noted("an operator lets this broker take users again"),
+        Noted("an operator moves a user", fields={"session": "u", "to": [THERE]}),
+    ]
 
 
 def test_a_user_is_moved_once_for_a_request_that_comes_twice(broker: Harness) -> None:

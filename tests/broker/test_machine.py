@@ -30,8 +30,11 @@ from dynamoth.edge.frames import (
     Wanted,
 )
 from dynamoth.edge.interests import Interest, channel_interest, query_interest
+from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, Replied, Send, Start
+from dynamoth_broker import unlogged
+from dynamoth_broker.delivery import BURST_S
 from dynamoth_broker.events import (
     FULL,
     GOING_AWAY,
@@ -54,6 +57,7 @@ from dynamoth_broker.events import (
     Grant,
     MessagePublished,
     MoveSession,
+    Noted,
     Opened,
     Overflowed,
     Publications,
@@ -70,6 +74,7 @@ from dynamoth_broker.events import (
 from dynamoth_broker.interests import FRAME_BYTES, Phase
 from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.sessions import Session, Stage
+from dynamoth_broker.unlogged import WARN_S
 from tests.machines.helpers import Subject, only
 
 EPOCH, LATER_EPOCH = 0xE, 0xF
@@ -195,7 +200,8 @@ def test_an_interest_lingers_and_who_comes_back_in_time_finds_it_open() -> None:
     assert frames(broker.subscribe(1, LOGGED, ref=2), 1) == [Subscribed(2, LOGGED.id, Position(EPOCH, 2))]
     assert only(UnsubscribeChannel, broker.pass_time(3 * OPTIONS.linger_s)) == []
     broker.tell(Closed(1))
-    assert only(UnsubscribeChannel, broker.pass_time(OPTIONS.linger_s)) == [UnsubscribeChannel(LOGGED.log_channel)]
+    left = [UnsubscribeChannel(LOGGED.log_channel), UnsubscribeChannel(LOGGED.name.encode())]
+    assert only(UnsubscribeChannel, broker.pass_time(OPTIONS.linger_s)) == left
     broker.tell(ChannelEnded(LOGGED.log_channel))
     assert len(broker.broker.interests) == 0
 
@@ -206,7 +212,8 @@ def test_who_subscribes_while_a_channel_is_being_left_joins_it_again() -> None:
     broker.joined(1)
     broker.frame(1, Unsubscribe(LOGGED.id))
     broker.pass_time(OPTIONS.linger_s)
-    assert only(SubscribeChannel, broker.subscribe(1, LOGGED)) == [SubscribeChannel(LOGGED.log_channel)]
+    joined = [SubscribeChannel(LOGGED.log_channel), SubscribeChannel(LOGGED.name.encode())]
+    assert only(SubscribeChannel, broker.subscribe(1, LOGGED)) == joined
     assert broker.tell(ChannelEnded(LOGGED.log_channel)) == []
     [read] = reads(broker.tell(ChannelConfirmed(LOGGED.log_channel)))
     assert frames(broker.page(read, 4), 1) == [Subscribed(1, LOGGED.id, Position(EPOCH, 4))]
@@ -439,8 +446,26 @@ def test_tips_are_compared_now_and_then() -> None:
     broker = Broker(replace(NO_PINGS, tip_check_s=5.0))
     broker.open(1)
     broker.joined(1)
-    [read] = reads(broker.pass_time(5.0))
+    [tips] = reads(broker.pass_time(5.0))
+    [read] = reads(broker.tell(Replied(LOG, tips.tag, [b"%016x" % EPOCH, 1])))
     assert offsets(broker.page(read, 1, 1), 1) == [1]
+    [tips] = reads(broker.pass_time(5.0))
+    assert broker.tell(Replied(LOG, tips.tag, [b"%016x" % EPOCH, 1])) == []
+    [tips] = reads(broker.pass_time(5.0))
+    [read] = reads(broker.tell(Replied(LOG, tips.tag, [b"", 0])))  # the log is lost
+    assert frames(broker.page(read, 0, epoch=EPOCH + 1), 1) == [
+        Gap(LOGGED.id, "log_lost", 2, None, Position(EPOCH + 1, 0))
+    ]
+
+
+@pytest.mark.parametrize("reply", [[b"%016x" % EPOCH], [b"x", 1], ErrorReply("NOPERM"), 7])
+def test_tips_that_cannot_be_read_are_compared_in_the_next_round(reply: Any) -> None:
+    broker = Broker(replace(NO_PINGS, tip_check_s=5.0))
+    broker.open(1)
+    broker.joined(1)
+    [tips] = reads(broker.pass_time(5.0))
+    assert broker.tell(Replied(LOG, tips.tag, reply)) == []
+    assert len(reads(broker.pass_time(5.0))) == 1
 
 
 def test_tips_of_many_interests_are_compared_in_portions() -> None:
@@ -452,8 +477,9 @@ def test_tips_of_many_interests_are_compared_in_portions() -> None:
         [read] = reads(broker.tell(ChannelConfirmed(interest.log_channel)))
         broker.page(read, 0)
     portions = [reads(broker.pass_time(seconds)) for seconds in (10.0, 3.34, 3.34)]
-    assert [len(portion) for portion in portions] == [84, 84, 82]
-    assert len({tuple(read.args) for portion in portions for read in portion}) == len(interests)
+    assert [int(tips.args[2]) // 2 for portion in portions for tips in portion] == [84, 84, 82]
+    compared = {key for portion in portions for tips in portion for key in tips.args[3:-2]}
+    assert compared == {key for interest in interests for key in log_keys(interest.id)}
 
 
 def test_bad_bytes_on_a_channel_are_counted() -> None:
@@ -527,6 +553,19 @@ def test_a_slow_user_of_a_conflated_channel_gets_the_latest_publication() -> Non
     assert broker.tell(Writable(1)) == []
 
 
+def test_of_too_many_slow_users_the_one_who_is_for_longest_is_closed() -> None:
+    broker = Broker(replace(NO_PINGS, slow_sessions_max=2))
+    for number in (1, 2, 3, 4):
+        broker.open(number)
+    broker.tell(Overflowed(1), Overflowed(2))
+    broker.tell(Writable(1))
+    broker.tell(Overflowed(1))
+    [closed] = only(CloseConnection, broker.tell(Overflowed(3)))
+    assert (closed.connection, closed.code) == (2, TOO_SLOW)
+    broker.tell(Closed(1))
+    assert broker.tell(Overflowed(4)) == []
+
+
 def test_a_gap_of_a_conflated_channel_is_reported() -> None:
     broker = Broker(replace(NO_PINGS, conflate=("n*",)))
     broker.open(1)
@@ -556,9 +595,51 @@ def test_a_slow_user_does_not_become_live_by_a_page_that_comes_late() -> None:
     broker.joined(1, tip=9)
     [read] = reads(broker.subscribe(2, LOGGED, Position(EPOCH, 7)))
     broker.tell(Overflowed(2))
-    assert offsets(broker.page(read, 9, 8, 9), 2) == [8, 9]
+    assert offsets(broker.page(read, 9, 8, 9), 2) == []
     assert frames(broker.publish(10), 2) == []
-    assert offsets(broker.tell(Writable(2)), 2) == [10]
+    [read] = reads(broker.tell(Writable(2)))
+    assert offsets(broker.page(read, 10, 8, 9, 10), 2) == [8, 9, 10]
+    assert broker.publish(11) == [Broadcast([1, 2], data(11))]
+
+
+def test_a_user_who_is_behind_is_sent_a_burst_at_a_time() -> None:
+    size = FRAME_BYTES + len(b"m1")
+    broker = Broker(replace(NO_PINGS, burst_bytes=4 * size, recent_entries_max=100, page_entries=3))
+    for number in (1, 2):
+        broker.open(number)
+    broker.joined(1, tip=20)
+    [read] = reads(broker.subscribe(2, LOGGED, Position(EPOCH, 10)))
+    actions = broker.page(read, 20, 11, 12, 13)
+    assert offsets(actions, 2) == [11, 12, 13]
+    [read] = reads(actions)
+    actions = broker.page(read, 20, 14, 15, 16)
+    assert offsets(actions, 2) == [14]
+    assert reads(actions) == []
+    [read] = reads(broker.pass_time(BURST_S))
+    actions = broker.page(read, 20, 15, 16, 17)
+    assert offsets(actions, 2) == [15, 16, 17]
+    [read] = reads(actions)
+    broker.tell(Overflowed(2))
+    assert reads(broker.pass_time(1.0)) == []
+    assert reads(broker.tell(Writable(2))) == []  # one read at a time
+    assert offsets(broker.page(read, 20, 18, 19, 20), 2) == [18, 19, 20]
+    assert broker.publish(21) == [Broadcast([1, 2], data(21))]
+
+
+def test_bursts_are_shared_by_the_subscriptions_of_a_session() -> None:
+    size = FRAME_BYTES + len(b"m1")
+    broker = Broker(replace(NO_PINGS, burst_bytes=2 * size, recent_entries_max=100))
+    other = channel_interest("log.other")
+    for number in (1, 2):
+        broker.open(number)
+    broker.joined(1)
+    broker.joined(1, other)
+    broker.publish(1, 2, 3)
+    broker.publish(1, 2, 3, interest=other)
+    actions = broker.subscribe(2, LOGGED, Position(EPOCH, 0)) + broker.subscribe(2, other, Position(EPOCH, 0))
+    assert offsets(actions, 2) == [1, 2, 3]  # those that are kept are sent at once
+    assert [type(each) for each in frames(actions, 2)] == [Subscribed, Data, Data, Data, Subscribed]
+    assert offsets(broker.pass_time(BURST_S), 2) == [1, 2, 3]
 
 
 def test_who_reads_nothing_for_long_is_disconnected() -> None:
@@ -721,6 +802,46 @@ def test_a_stop_closes_everything_and_admits_nobody() -> None:
     assert [each.code for each in only(CloseConnection, broker.tell(Stop()))] == [RESTARTING]
     assert [each.code for each in only(CloseConnection, broker.open(2))] == [GOING_AWAY]
     assert broker.frame(1, Ack({})) == []
+
+
+# Publications that are in no log.
+
+
+def test_what_comes_on_the_plain_name_of_a_logged_channel_is_noted_now_and_then() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1)
+    plain = Publications([(LOGGED.name.encode(), b"lost")])
+    [noted] = broker.tell(plain)
+    assert isinstance(noted, Noted)
+    assert noted.fields == {"channel": LOGGED.name}
+    assert "LogPublisher" in noted.cause
+    assert broker.tell(plain, plain) == []
+    assert broker.broker.counters["unlogged"] == 3
+    broker.pass_time(WARN_S)
+    assert len(only(Noted, broker.tell(plain))) == 1
+    broker.tell(Publications([(b"never heard of", b"x")]))
+    assert broker.broker.counters["unlogged"] == 4
+
+
+def test_the_plain_name_that_cannot_be_subscribed_to_refuses_nobody() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1)
+    assert broker.tell(ChannelConfirmed(LOGGED.name.encode())) == []
+    assert broker.tell(ChannelFailed(LOGGED.name.encode(), "NOPERM")) == []
+    assert offsets(broker.publish(1), 1) == [1]
+
+
+def test_the_names_that_a_broker_listens_to_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlogged, "WATCHED_MAX", 1)
+    broker = Broker()
+    broker.open(1)
+    assert len(only(SubscribeChannel, broker.subscribe(1, LOGGED))) == 2
+    other = channel_interest("log.other")
+    assert only(SubscribeChannel, broker.subscribe(1, other, ref=2)) == [SubscribeChannel(other.log_channel)]
+    refused = broker.tell(ChannelFailed(LOGGED.log_channel, "NOPERM"))
+    assert only(UnsubscribeChannel, refused) == [UnsubscribeChannel(LOGGED.name.encode())]
 
 
 # Publishing.

@@ -61,7 +61,7 @@ class PresentBroker(Broker):
 
     def enter(self, connection: int, *, is_answered: bool = True, **connect: Any) -> list[Any]:
         """Let a user come who is present; return what is sent to the log's server."""
-        actions = self.open(connection, Wanted(1, CHANNEL, None, present=True), grant=ANN, **connect)
+        actions = self.open(connection, Wanted(1, CHANNEL, None, is_present=True), grant=ANN, **connect)
         actions += self.tell(ChannelConfirmed(b"room"))
         if is_answered:
             self.answer_all(actions)
@@ -120,7 +120,7 @@ def ask(broker: PresentBroker, connection: int, ref: int = 7, interest: Interest
 
 def test_who_subscribes_as_present_enters_once_confirmed() -> None:
     broker = PresentBroker()
-    assert only(Send, broker.open(1, Wanted(1, CHANNEL, None, present=True), grant=ANN, generation=5)) == []
+    assert only(Send, broker.open(1, Wanted(1, CHANNEL, None, is_present=True), grant=ANN, generation=5)) == []
     actions = broker.tell(ChannelConfirmed(b"room"))
     assert changes(actions) == [("enter", "session1", 5)]
     [send] = only(Send, actions)
@@ -172,7 +172,7 @@ def test_who_has_left_does_not_enter_again() -> None:
     broker = PresentBroker()
     broker.enter(1)
     broker.answer_all(broker.frame(1, Leave()))
-    assert changes(broker.frame(1, Subscribe(Wanted(2, CHANNEL, None, present=True)))) == []
+    assert changes(broker.frame(1, Subscribe(Wanted(2, CHANNEL, None, is_present=True)))) == []
 
 
 def test_a_stop_says_nothing() -> None:
@@ -190,7 +190,7 @@ def test_who_unsubscribes_leaves_at_once() -> None:
 def test_to_subscribe_again_is_no_leave_unless_it_is_not_as_present() -> None:
     broker = PresentBroker()
     broker.enter(1)
-    actions = broker.frame(1, Subscribe(Wanted(2, CHANNEL, None, present=True)))
+    actions = broker.frame(1, Subscribe(Wanted(2, CHANNEL, None, is_present=True)))
     assert changes(actions) == [("enter", "session1", 0)]
     broker.answer_all(actions)
     assert changes(broker.frame(1, Subscribe(Wanted(3, CHANNEL)))) == [("exit", "session1", 0)]
@@ -199,7 +199,7 @@ def test_to_subscribe_again_is_no_leave_unless_it_is_not_as_present() -> None:
 def test_a_newer_connection_of_a_session_enters_behind_the_older_one() -> None:
     broker = PresentBroker()
     broker.enter(1, session="session1", generation=1)
-    actions = broker.open(2, Wanted(1, CHANNEL, None, present=True), grant=ANN, session="session1", generation=2)
+    actions = broker.open(2, Wanted(1, CHANNEL, None, is_present=True), grant=ANN, session="session1", generation=2)
     actions += broker.answer_all(actions)
     assert changes(actions) == [("enter", "session1", 2)]  # what waited longer is replaced
     assert changes(broker.tell(Closed(1, NORMAL))) == []
@@ -369,10 +369,10 @@ def test_who_has_gone_gets_no_answer() -> None:
 @pytest.mark.parametrize(
     "wanted",
     [
-        Wanted(1, channel_interest("hall"), None, present=True),
+        Wanted(1, channel_interest("hall"), None, is_present=True),
         Wanted(1, presence_interest("hall")),
         Wanted(1, presence_interest("q:hall")),
-        Wanted(1, ROOM, None, present=True),
+        Wanted(1, ROOM, None, is_present=True),
     ],
 )
 def test_only_listed_channels_have_a_presence(wanted: Wanted) -> None:

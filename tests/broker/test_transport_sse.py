@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ import aiohttp
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth_broker.process.sse import STREAMS_PER_SESSION_MAX, SseServer
+from dynamoth_broker.process.sse import POSTS_UNPACED_MAX, STREAMS_PER_SESSION_MAX, SseServer
 from dynamoth_broker.process.transport import HARD_BOUND_RATIO, TransportOptions, UserConnection, broadcast, prepare
 from tests.broker.transport_users import OPTIONS, PATIENCE_S, SHORT, Recorder, Run, raw_user, run, until
 
@@ -178,7 +179,7 @@ def test_refused_connect_frames(connect: str) -> None:
     asyncio.run(main())
 
 
-def test_foreign_origins() -> None:
+def test_foreign_origins(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         foreign = {"Origin": "https://example.com"}
         ours = {"Origin": "https://example.org"}
@@ -197,6 +198,7 @@ def test_foreign_origins() -> None:
             assert recorder.kinds == ["opened", "received"]
 
     asyncio.run(main())
+    assert {record.__dict__["origin"] for record in caplog.records} == {"https://example.com"}
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"a":NaN}', b'{"a":1,"a":1}', b'{"a":"\xff"}', b"[" * 60_000])
@@ -223,7 +225,8 @@ def test_large_posts_and_other_requests() -> None:
             async with user.http.get(user.url.replace("/sse", "/connect")) as response:
                 assert response.status == 404
             async with user.http.get(f"{user.url}?connect={'A' * 10_000}") as response:
-                assert response.status == 400
+                assert response.status == 414
+                assert "use WebSocket" in await response.text()
             assert recorder.kinds == ["opened", "received"]
 
     asyncio.run(main())
@@ -242,6 +245,70 @@ def test_slow_requests_are_cut_off(run: Run) -> None:
                 assert await event(response) == {"data": '{"type":"ping"}'}
 
     run(main())
+
+
+def test_posts_are_slowed_down_as_frames_of_a_websocket_are_and_a_flood_is_refused() -> None:
+    async def main() -> None:
+        options = replace(OPTIONS, frames_per_s=100.0)
+        async with serving(options) as (server, recorder), browser(server) as user, await user.get():
+            await recorder.until("received")
+            began = asyncio.get_running_loop().time()
+            assert {await user.post(b"{}") for _ in range(POSTS_UNPACED_MAX + 30)} == {204}
+            assert asyncio.get_running_loop().time() - began >= 0.29
+            assert recorder.kinds.count("received") == 1 + POSTS_UNPACED_MAX + 30
+        options = replace(OPTIONS, frames_per_s=1.0, handshake_timeout_s=2.0)
+        async with serving(options) as (server, recorder), browser(server) as user, await user.get():
+            await recorder.until("received")
+            posts = [asyncio.create_task(user.post(b"{}")) for _ in range(POSTS_UNPACED_MAX + 4)]
+            done, _ = await asyncio.wait(posts, return_when=asyncio.ALL_COMPLETED)
+            assert sorted(each.result() for each in done) == [204] * (POSTS_UNPACED_MAX + 2) + [429] * 2
+
+    asyncio.run(main())
+
+
+def test_users_with_one_session_have_streams_of_their_own() -> None:
+    async def main() -> None:
+        recorder = Recorder()
+        users = {"ada 1": "ada", "ada 2": "ada", "bob": "bob"}
+        server = await SseServer.start(recorder, "127.0.0.1", 0, OPTIONS, user_of=lambda token: users.get(token or ""))
+        async with browser(server) as user:
+            ada, bob, nobody = ({"Authorization": f"Bearer {name}"} for name in ("ada 1", "bob", "nobody"))
+            streams = [await user.get(**ada)]
+            streams += [await user.get(**bob) for _ in range(STREAMS_PER_SESSION_MAX + 1)]
+            streams += [await user.get(**nobody) for _ in range(STREAMS_PER_SESSION_MAX + 1)]
+            expected = [200] * (1 + STREAMS_PER_SESSION_MAX) + [429] + [200] * (STREAMS_PER_SESSION_MAX + 1)
+            assert [each.status for each in streams] == expected
+            assert [await user.post(b"{}", **each) for each in (ada, bob, nobody)] == [204, 204, 403]
+            for refused in ("nobody", "bob"):
+                refresh = json.dumps({"type": "refresh", "token": refused}).encode()
+                assert await user.post(refresh, **ada) == 204  # an event `error` is the answer
+                assert await user.post(b"{}", **ada) == 204
+            assert await user.post(b'{"type":"refresh","token":"ada 2"}', **ada) == 204
+            assert await user.post(b"{}", **ada) == 403
+            for each in streams:
+                each.close()
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_requests_that_are_no_http_are_counted_and_logged_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with serving() as (server, recorder):
+            for request in (b"GET /sse HTTP/1.1\r\nbad header: secret\r\n\r\n", b"\x16\x03\x01 \r\n") * 3:
+                async with raw_user(server.port) as user:
+                    user.write(request)
+                    assert (await user.head()).split()[1] == "400"
+            assert server.http_log.malformed_requests == 3
+            assert recorder.events == []
+
+    with caplog.at_level(logging.INFO, "dynamoth.broker"):
+        asyncio.run(main())
+    [record] = caplog.records
+    assert (record.exc_info, record.name) == (None, "dynamoth.broker.sse")
+    assert "secret" not in record.getMessage()
 
 
 SLOW = replace(OPTIONS, unsent_bytes_max=512 * 1024)

@@ -16,7 +16,7 @@ from dynamoth_broker.process.transport import (
     broadcast,
     prepare,
 )
-from dynamoth_broker.process.websocket import (
+from dynamoth_broker.process.websocket_connection import (
     FRAGMENTS_MAX,
     LINGERING_BYTES_MAX,
     REASON_BYTES_MAX,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dynamoth import names
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import log_keys
+from dynamoth.edge.positions import position_key
 from dynamoth.globs import compile_glob
 from dynamoth_cli.commands.acl import ROLES, make_user, read_passwords, rights_of, to_lines
 from dynamoth_cli.main import main
@@ -92,6 +93,7 @@ def test_brokers_and_coordinators_cannot_speak_as_each_other_nor_as_operators() 
         assert not allowed(each.speaks, names.OPERATOR_CHANNEL) and names.BALANCER_LEASE_KEY not in each.keys_written
     assert allowed(broker.both, b"news.x") and allowed(broker.both, channel_interest("news.x").log_channel)
     assert not allowed(broker.both, SECRET) and allowed(broker.keys_written, log_keys("x")[0])
+    assert allowed(broker.keys_written, position_key("x", "ann", "phone"))
 
 
 def test_redis_7_has_clients_listen_and_speak_on_different_names() -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from dynamoth.edge.control import BrokerReport, Candidates
+from dynamoth_broker.candidates import busiest, choose_candidates, user_load_class
 from dynamoth_broker.coordinator.controller import Controller, Stage
 from dynamoth_broker.coordinator.events import (
     Answered,
@@ -22,7 +24,6 @@ from dynamoth_broker.coordinator.events import (
 )
 from dynamoth_broker.coordinator.model import BrokerLoad, LoadModel
 from dynamoth_broker.coordinator.placement import LeastLoadedPlacement
-from dynamoth_broker.coordinator.reports import BrokerReport, Candidates, busiest, choose_candidates, user_load_class
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
 
 

@@ -7,25 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from dynamoth.edge.control import Candidates, InterestColumns
 from dynamoth.errors import ConfigError
-from dynamoth_broker.coordinator import controller as module
 from dynamoth_broker.coordinator.controller import Controller, Stage
 from dynamoth_broker.coordinator.events import (
     Answered,
     BrokerGone,
     Kind,
     MoveEnded,
-    Pause,
-    Pin,
     Reported,
-    Resume,
     Tick,
-    Unpin,
 )
 from dynamoth_broker.coordinator.model import LoadModel, Standing
 from dynamoth_broker.coordinator.placement import Newcomer, Reservations, ReservingPlacement
 from dynamoth_broker.coordinator.plan import Outcome
-from dynamoth_broker.coordinator.reports import Candidates, InterestColumns
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
 from tests.coordinator.scripted_cluster import ScriptedCluster, report_of
 from tests.coordinator.worlds import own_interests, paper, ratios
@@ -152,7 +147,7 @@ def test_nothing_is_decided_while_most_brokers_are_silent() -> None:
 
 
 def test_no_decision_goes_by_reports_from_before_a_plan_settled() -> None:
-    cluster = ScriptedCluster(uneven(), replace(SETTINGS, report_s=100.0, wait_s=0.0, moves_per_plan_max=4))
+    cluster = ScriptedCluster(uneven(), replace(SETTINGS, suspect_reports=300, wait_s=0.0, moves_per_plan_max=4))
     cluster.run_until_decided()
     cluster.silent.add("b")
     cluster.run(60)
@@ -188,11 +183,11 @@ def test_late_and_foreign_answers_are_ignored() -> None:
 
 def test_paused_it_decides_nothing_and_asks_nobody() -> None:
     cluster = ScriptedCluster(uneven(), SETTINGS)
-    cluster.send(Pause())
+    cluster.controller.obey(True, frozenset())
     cluster.run(60)
     assert not cluster.asks and "decisions are paused" in cluster.controller.explain(cluster.now).obstacles
     assert "uneven" in cluster.controller.explain(cluster.now).due
-    cluster.send(Resume())
+    cluster.controller.obey(False, frozenset())
     assert cluster.run_until_decided().plan.moves
 
 
@@ -201,28 +196,18 @@ def test_a_pause_while_candidates_are_awaited_ends_the_decision() -> None:
     cluster.run(10)
     cluster.silent.add("a")
     cluster.run(1)
-    cluster.send(Pause())
+    cluster.controller.obey(True, frozenset())
     cluster.run(5)
     assert cluster.controller.stage is Stage.WATCHING and not cluster.records
 
 
 def test_pinned_users_stay() -> None:
     cluster = ScriptedCluster(uneven(), SETTINGS)
-    for number in range(40):
-        cluster.send(Pin(f"a{number}"))
+    cluster.controller.obey(False, frozenset(f"a{number}" for number in range(40)))
     decision = cluster.run_until_decided()
     assert not decision.plan.moves and decision.plan.outcome is Outcome.NO_IMPROVING_MOVE
-    for number in range(40):
-        cluster.send(Unpin(f"a{number}"))
+    cluster.controller.obey(False, frozenset())
     assert cluster.run_until_decided(2).plan.moves
-
-
-def test_pins_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PINS_MAX", 2)
-    cluster = ScriptedCluster(uneven(), SETTINGS)
-    for number in range(3):
-        cluster.send(Pin(f"a{number}"))
-    assert len(cluster.controller.pinned) == 2 and "2 users" in cluster.refusals[0]
 
 
 def test_a_dry_run_moves_nobody() -> None:

@@ -2,233 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dynamoth.edge.control import BrokerReport, Stamp, pack_edge
-from dynamoth.edge.frames import Connect, Leave, Move, Wanted
-from dynamoth.edge.interests import channel_interest
-from dynamoth.machine.events import LinkUp, Pushed, Send, Start
+from dynamoth.machine.events import ErrorReply, LinkUp, Pushed, Replied, Send, Start, Tick
 from dynamoth.names import COORDINATOR_CHANNEL, COORDINATOR_LEASE_KEY, OPERATOR_EDGE_CHANNEL
 from dynamoth.plan.plan import Server
-from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
+from dynamoth.protocol.control import AdminRequest, pack_control
 from dynamoth_broker.coordinator.controller import Stage
-from dynamoth_broker.coordinator.events import Decision
-from dynamoth_broker.coordinator.machine import (
-    COPIES,
-    CoordinatorMachine,
-    CoordinatorOptions,
-    Noted,
-    Stop,
-    Stopped,
-    decision_as_data,
-)
-from dynamoth_broker.events import (
-    BrokerOptions,
-    ChannelConfirmed,
-    Closed,
-    Grant,
-    Opened,
-    Publications,
-    Received,
-    SubscribeChannel,
-    Transmit,
-)
-from dynamoth_broker.machine import BrokerMachine
-from dynamoth_sim.world.network import Delays, Network
-from dynamoth_sim.world.process import Process
-from dynamoth_sim.world.redis import RedisServer
-from dynamoth_sim.world.world import World
-
-OPTIONS = CoordinatorOptions(
-    report_s=0.1,
-    decide_s=0.2,
-    looks=2,
-    wait_s=0.3,
-    rest_s=0.5,
-    ask_timeout_s=0.3,
-    batch_timeout_s=2.0,
-    slow_half_life_s=0.2,
-    fast_half_life_s=0.2,
-    ratio_mean_min=0.01,
-    shuffle_ratio_mean_min=5.0,
-    connection_bytes_per_s=1.0,
-    lease_s=1.5,
-    forget_s=1.0,
-)
-
-
-class SimBroker:
-    """A broker whose users move at once, in turn, and where every channel is confirmed at once."""
-
-    def __init__(self, edge: SimEdge, name: str) -> None:
-        self.edge = edge
-        self.name = name
-        self.url = f"wss://{name}/connect"
-        self.options = BrokerOptions(
-            id=name,
-            url=self.url,
-            control={server.id: server.url for server in edge.servers.values()},
-            report_s=0.1,
-            capacity_bytes_per_s=20_000,
-            move_timeout_s=1.0,
-            ping_s=1000.0,
-        )
-        self.process = Process(edge.world, edge.network, name, self._make, self._act)
-        self.process.start()
-
-    def _make(self, incarnation: int) -> BrokerMachine:
-        return BrokerMachine(self.options, incarnation)
-
-    @property
-    def machine(self) -> BrokerMachine:
-        assert isinstance(self.process.machine, BrokerMachine)
-        return self.process.machine
-
-    def open(self, user: str, channels: list[str]) -> None:
-        subs = tuple(Wanted(ref, channel_interest(channel)) for ref, channel in enumerate(channels, 1))
-        self.process.handle(Opened(user, Connect(user, subs=subs), Grant()))
-
-    def _act(self, action: Any) -> None:
-        match action:
-            case SubscribeChannel(channel):
-                self.process.handle(ChannelConfirmed(channel))
-            case Transmit(user, Move(to)) if user not in self.edge.staying:
-                self.edge.world.after(0.01, self.edge.move, user, self, to[0])
-            case _:
-                pass
-
-
-class SimEdge:
-    """Servers, brokers, coordinators, users and publications, from a seed."""
-
-    def __init__(self, servers: int = 3, brokers: int = 2, coordinators: int = 1, seed: int = 1) -> None:
-        self.world = World(seed, check_every=1)
-        delays = Delays(0.0005, 0.002)
-        self.network = Network(self.world, lambda process, server: delays)
-        self.servers: dict[str, RedisServer] = {}
-        for number in range(servers):
-            server = RedisServer(self.world, f"s{number + 1}", f"redis://s{number + 1}:6379")
-            self.servers[server.id] = server
-            self.network.add_server(server.url, server)
-        self.staying: set[str] = set()
-        self.brokers = {broker.url: broker for broker in (SimBroker(self, f"b{n + 1}") for n in range(brokers))}
-        self.coordinators = [self._coordinator(f"c{number + 1}") for number in range(coordinators)]
-        self.news: list[Any] = []
-        self._channels: list[str] = []
-
-    def _coordinator(self, name: str) -> Process:
-        listed = [Server(server.id, server.url) for server in self.servers.values()]
-
-        def make(incarnation: int) -> CoordinatorMachine:
-            return CoordinatorMachine(listed, incarnation, OPTIONS)
-
-        process = Process(self.world, self.network, name, make, lambda action: self.news.append(action))
-        process.start()
-        return process
-
-    def coordinator(self, number: int = 0) -> CoordinatorMachine:
-        machine = self.coordinators[number].machine
-        assert isinstance(machine, CoordinatorMachine)
-        return machine
-
-    def plans(self) -> list[Decision]:
-        """Return the decisions to move users: there is none while all users have just come."""
-        return [decision for decision in self.coordinator().controller.decisions if decision.plan.moves]
-
-    def leaders(self) -> list[str]:
-        return [
-            process.name
-            for number, process in enumerate(self.coordinators)
-            if process.alive and self.coordinator(number).is_leading
-        ]
-
-    def move(self, user: str, source: SimBroker, url: str) -> None:
-        if user not in source.machine.sessions:
-            return
-        channels = [each.interest.interest.name for each in source.machine.sessions[user].subscriptions.values()]
-        self.brokers[url].open(user, channels)
-        source.process.handle(Received(user, Leave()))
-        self.world.after(0.05, source.process.handle, Closed(user))
-
-    def publish(self, channels: list[str]) -> None:
-        """Publish 1000 bytes/s on each channel from now on."""
-        self._channels = channels
-        self._publish()
-
-    def _publish(self) -> None:
-        messages = [(channel.encode(), b"x" * 50) for channel in self._channels]
-        for broker in self.brokers.values():
-            if broker.process.alive:
-                broker.process.handle(Publications(messages))
-        self.world.after(0.05, self._publish)
-
-    def users(self) -> list[int]:
-        return [len(broker.machine.sessions) for broker in self.brokers.values() if broker.process.alive]
-
-    def run(self, duration_s: float) -> None:
-        self.world.run_until(self.world.now + duration_s)
-
-    def until(self, condition: Callable[[], bool], what: str, within_s: float = 20.0) -> None:
-        assert self.world.run_until_true(condition, self.world.now + within_s), what
-
-    def crowd(self, users: int = 12) -> None:
-        """Have users at the first broker only, with traffic."""
-        first = next(iter(self.brokers.values()))
-        for number in range(users):
-            first.open(f"u{number}", [f"ch{number % 4}"])
-        self.publish([f"ch{number}" for number in range(4)])
-
-    def ask(self, command: str, number: int, **arguments: Any) -> list[AdminReply]:
-        """Send a request of an operator to everybody through a server; return the answers."""
-        asker = Asker(AdminRequest(number, command, {"target": "coordinator", **arguments}))
-        process = Process(self.world, self.network, f"o{number}", lambda _: asker, lambda _: None)
-        process.start()
-        self.run(0.2)
-        process.crash("is done")
-        return asker.replies
-
-
-class Asker:
-    """An operator: asks at server s1, once."""
-
-    def __init__(self, request: AdminRequest) -> None:
-        self._request = request
-        self.replies: list[AdminReply] = []
-
-    def handle(self, event: Any, now: float) -> list[Any]:
-        from dynamoth.machine.events import Connect as ConnectLink
-        from dynamoth.names import operator_inbox
-
-        match event:
-            case Start():
-                return [ConnectLink("s", "redis://s1:6379")]
-            case LinkUp():
-                return [
-                    Send("s", (b"SUBSCRIBE", operator_inbox(self._request.request))),
-                    Send("s", (b"PUBLISH", OPERATOR_EDGE_CHANNEL, pack_control(self._request))),
-                ]
-            case Pushed(_, messages):
-                for push in messages:
-                    if push[0] == b"message":
-                        reply = unpack_control(push[2])
-                        assert isinstance(reply, AdminReply)
-                        self.replies.append(reply)
-            case _:
-                pass
-        return []
-
-    def deadline(self) -> float | None:
-        return None
-
-
-def result_of(replies: list[AdminReply]) -> Mapping[str, Any]:
-    [reply] = replies
-    assert reply.error is None, reply.error
-    return reply.result
+from dynamoth_broker.coordinator.machine import CoordinatorMachine, Stop, Stopped
+from dynamoth_broker.coordinator.orders import CHECK_S
+from dynamoth_broker.coordinator.requests import decision_as_data
+from dynamoth_broker.edge_links import COPIES, RESUBSCRIBE_S, SUBSCRIBE, TAG
+from dynamoth_broker.events import ControlLinkChanged, Noted
+from tests.coordinator.sim_edge import OPTIONS, SimEdge, acting, result_of
 
 
 def test_users_are_moved_until_the_loads_are_even() -> None:
@@ -299,8 +89,9 @@ def test_without_the_majority_nobody_acts_and_brokers_go_on() -> None:
 def test_one_that_loses_the_lease_keeps_what_it_knows_and_forgets_its_plan() -> None:
     edge = SimEdge()
     edge.staying = {f"u{number}" for number in range(12)}
+    edge.until(lambda: edge.leaders() == ["c1"], "it acts")
     edge.crowd()
-    edge.ask("pin", 1, session="u3")
+    assert result_of(edge.ask("pin", 1, session="u3"))["pinned_users"] == 1
     edge.until(lambda: edge.coordinator().controller.stage is Stage.MOVING, "users are asked to move")
     first = next(iter(edge.brokers.values()))
     first.process.pause(3.0)  # it does not say that nobody moves
@@ -308,7 +99,7 @@ def test_one_that_loses_the_lease_keeps_what_it_knows_and_forgets_its_plan() -> 
         edge.servers[id_].stop()
     edge.until(lambda: edge.leaders() == [], "it waits", 1.9)
     controller = edge.coordinator().controller
-    assert (controller.stage, controller.pinned, len(controller.fleet)) == (Stage.WATCHING, {"u3"}, 1)
+    assert (controller.stage, controller.pinned, len(controller.fleet)) == (Stage.WATCHING, frozenset({"u3"}), 1)
 
 
 def test_one_server_out_of_reach_of_the_coordinator_does_not_matter() -> None:
@@ -347,10 +138,10 @@ def test_newcomers_are_sent_to_the_least_loaded_broker_and_know_the_others() -> 
 def test_operators_pause_and_pin_at_all_coordinators_and_get_an_explanation() -> None:
     edge = SimEdge(coordinators=2)
     edge.until(lambda: len(edge.leaders()) == 1, "one acts")
-    assert [reply.result["paused"] for reply in edge.ask("pause", 1)] == [True, True]
-    edge.ask("pin", 2, session="u0")
+    assert acting(edge.ask("pause", 1))["paused"]
+    assert acting(edge.ask("pin", 2, session="u0"))["pinned_users"] == 1
     edge.crowd()
-    edge.run(3.0)
+    edge.run(CHECK_S + 1.0)
     assert edge.users() == [12, 0]
     explanations = [reply.result["explanation"] for reply in edge.ask("explain", 3)]
     assert all(each["pinned"] == ["u0"] and "paused" in each["obstacles"][0] for each in explanations)
@@ -369,6 +160,45 @@ def test_a_wrong_request_is_refused(command: str, arguments: dict[str, Any]) -> 
     edge.run(0.5)
     [reply] = edge.ask(command, 1, **arguments)
     assert reply.error is not None and reply.error.startswith("coordinator: ")
+
+
+def test_newcomers_are_sent_to_the_nearest_broker_that_is_not_full() -> None:
+    vienna, oslo, lima = (48.2, 16.4), (59.9, 10.8), (-12.0, -77.0)
+    machine, number = alone(), 0
+
+    def hear(id_: str, place: tuple[float, float], **fields: Any) -> None:
+        nonlocal number
+        number += 1
+        report = replace(REPORT, broker=id_, url=f"wss://{id_}", location=place, report_s=60.0)
+        report = replace(report, capacity_bytes_per_s=1000.0, users=99)
+        heard(machine, Stamp(ord(id_[1]), number), replace(report, **fields))
+
+    hear("b1", vienna, load_bytes_per_s=500.0)
+    hear("b2", oslo, load_bytes_per_s=250.0)
+    hear("b3", lima, load_bytes_per_s=100.0)
+    prague = (50.1, 14.4)
+    assert machine.place("u", 0.2, prague) == ("wss://b1", "wss://b2", "wss://b3")
+    assert machine.place("u", 0.2, (-33.4, -70.7)) == ("wss://b3", "wss://b1", "wss://b2")
+    assert machine.place("u", 0.2, (0.0, 179.9)) == ("wss://b3", "wss://b2", "wss://b1"), "on a globe, not on a map"
+    assert machine.place("u", 0.2) == ("wss://b3", "wss://b2", "wss://b1"), "by load"
+    hear("b1", vienna, is_admitting=False)
+    assert machine.place("u", 2.0, prague) == ("wss://b2", "wss://b3"), "one that takes nobody is skipped"
+    hear("b2", oslo, other_ratio_max=0.9)
+    assert machine.place("u", 4.0, prague)[0] == "wss://b3", "and one above ratio_accept"
+    hear("b3", lima, other_ratio_max=0.99)
+    assert machine.place("u", 6.0, lima)[0] == "wss://b2", "where all are, the least loaded one"
+
+
+def test_a_refused_subscription_is_asked_for_again_and_is_no_fault_for_good() -> None:
+    machine = alone()
+    refusal = Replied("s1", (TAG, SUBSCRIBE), ErrorReply("NOPERM no"))
+    assert machine.handle(refusal, 1.0) == [ControlLinkChanged("s1", "NOPERM no")]
+    assert machine.faults == {"s1": "NOPERM no"}
+    again = machine.handle(Tick(), 1.0 + RESUBSCRIBE_S)
+    channels = COORDINATOR_CHANNEL, OPERATOR_EDGE_CHANNEL
+    assert Send("s1", (b"SUBSCRIBE", *channels), (TAG, SUBSCRIBE)) in again
+    machine.handle(Pushed("s1", [[b"subscribe", channels[0], 1], [b"subscribe", channels[1], 2]]), 12.0)
+    assert machine.faults == {}
 
 
 # One machine alone.

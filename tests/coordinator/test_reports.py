@@ -8,24 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth_broker.coordinator.fleet import Fleet
-from dynamoth_broker.coordinator.model import LoadModel, Standing
-from dynamoth_broker.coordinator.relieve import ReliefLimits, Scheme, relieve
-from dynamoth_broker.coordinator.reports import (
-    ANY_LOAD,
+from dynamoth.edge.control import (
     INTERESTS_MAX,
     USER_LOAD_CLASSES,
     BrokerReport,
     Candidate,
     Candidates,
     InterestColumns,
-    Total,
-    build_model,
-    busiest,
-    choose_candidates,
-    user_load_class,
-    users_for,
 )
+from dynamoth_broker.candidates import busiest, choose_candidates, user_load_class
+from dynamoth_broker.coordinator.fleet import Fleet
+from dynamoth_broker.coordinator.model import LoadModel, Standing
+from dynamoth_broker.coordinator.relieve import ReliefLimits, Scheme, relieve
+from dynamoth_broker.coordinator.reports import ANY_LOAD, Total, build_model, users_for
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
 from tests.coordinator.scripted_cluster import ScriptedCluster, report_of
 from tests.coordinator.test_relieve import small_worlds

@@ -2,7 +2,7 @@
 #
 # usage: run_page.sh PYTHON SHELL_PROGRAM PYTHON_PROGRAM
 #
-# The daemons (dynamoth up, agent, balancer, record) run beside all that follows. What comes next waits until they are ready.
+# The daemons (dynamoth up, agent, balancer, broker, record) run beside all that follows. What comes next waits until they are ready.
 # The first command that fails ends it, and so does a daemon that has ended.
 
 set -Eeuo pipefail
@@ -24,9 +24,15 @@ stop_daemons() {
     [ "$1" = 0 ] || tail -n 15 -- *.log < /dev/null
 }
 
+# A program of the page does what a reader's does, and nothing that warns.
+python() {
+    wait_ready
+    "$python" -W error "$@"
+}
+
 dynamoth() {
-    case ${1-} in
-        up | agent | balancer | record)
+    case "${1-} ${2-}" in
+        up* | agent* | balancer* | record* | "broker --"*)
             log=$1.${#daemons[@]}.log
             : > "$log"    # wait_ready looks for it at once
             "$python" -P -m dynamoth_cli "$@" > "$log" 2>&1 < /dev/null &

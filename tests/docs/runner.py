@@ -1,7 +1,8 @@
 """Runs the code blocks of one page, in order, as a reader would: in a folder of their own, with real processes.
 
-A ``toml`` block is a file; its first line is a comment with the name. The ``bash`` blocks are one program, which
-``run_page.sh`` runs beside the daemons that it starts. The ``python`` blocks are another, which runs at the end.
+A ``toml`` block is a file; its first line is a comment with the name. So is a ``python`` block that begins so. The
+``bash`` blocks are one program, which ``run_page.sh`` runs beside the daemons that it starts. The other ``python``
+blocks are another, which runs at the end.
 Each line of a program has the number that it has in the page.
 
 The hosts and ports of a page are examples: the real ones are given.
@@ -43,6 +44,8 @@ def run_page(blocks: Sequence[Block], folder: Path, instead: Mapping[str, str]) 
         match block.language:
             case "toml":
                 _append(shell, block.line - 1, [f"cat > {_checked_file(block)} << 'END'", *lines, "END"])
+            case "python" if (script := re.match(r"# (\w+\.py)\n", block.text)) is not None:
+                _append(shell, block.line - 1, [f"cat > {script[1]} << 'END'", *lines, "END"])
             case "bash":
                 _append(shell, block.line, lines)
             case "python":

@@ -53,17 +53,17 @@ def runnable(page: Path) -> list[Block]:
 
 
 @pytest.fixture
-def free_ports() -> Iterator[tuple[int, int]]:
-    """Two ports, one behind the other, where nobody listens, and nobody but the test will."""
+def free_ports() -> Iterator[tuple[int, int, int]]:
+    """Ports, two of them one behind the other, where nobody listens, and nobody but the test will."""
     while True:
-        with reserve_port() as one, socket.socket() as other:
+        with reserve_port() as one, socket.socket() as other, reserve_port() as third:
             first: int = one.getsockname()[1]
             try:
                 other.bind(("127.0.0.1", first + 1))  # without the option: also what others reserve is taken
             except (OSError, OverflowError):
                 continue
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            yield first, first + 1
+            yield first, first + 1, third.getsockname()[1]
             return
 
 
@@ -87,6 +87,7 @@ RUN = {
     README: Setup(ports=("7001", "7002"), written=("b'hello'",)),
     DOCS / "analytics.md": Setup(ports=("7001", "7002")),
     DOCS / "client.md": Setup(ports=("7001", "7002"), written=("b'hello'",)),
+    DOCS / "brokers.md": Setup(ports=("7001", "7002", "8001"), written=("Position(", "2:1")),
     DOCS / "operating.md": Setup(servers=("10.0.0.1:6379", "10.0.0.2:6379"), written=("all-publishers",)),
     DOCS / "migrating.md": Setup(
         servers=("redis-1:6379",), written=("compatibility: * at s1, plain", "compatibility: * at s1, with envelopes")
@@ -99,7 +100,7 @@ RUN = {
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(
-    page: Path, redis_server_factory: RedisServerFactory, free_ports: tuple[int, int], tmp_path: Path
+    page: Path, redis_server_factory: RedisServerFactory, free_ports: tuple[int, int, int], tmp_path: Path
 ) -> None:
     setup = RUN[page]
     instead = dict(zip(setup.ports, map(str, free_ports), strict=False))

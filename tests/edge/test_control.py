@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.edge.control import (
+    HASH_MAX,
     INTERESTS_MAX,
     MESSAGE_BYTES_MAX,
     USER_LOAD_CLASSES,
@@ -28,10 +30,12 @@ from dynamoth.edge.control import (
     OpenBrokers,
     Stamp,
     pack_edge,
+    parse_location,
     parse_user_key,
     unpack_edge,
     user_key,
 )
+from dynamoth.edge.tickets import KEY_BYTES
 from dynamoth.errors import MalformedMessage
 
 STAMP = Stamp(2**63 - 1, 7)
@@ -49,6 +53,9 @@ REPORT = BrokerReport(
     location=(1.0, -2.5),
     interests=COLUMNS,
     user_loads=(0, 3, 1),
+    logs_hash="0123abcd",
+    history_hash="4567ef89",
+    report_s=2.5,
 )
 MESSAGES: list[EdgeMessage] = [
     REPORT,
@@ -56,7 +63,7 @@ MESSAGES: list[EdgeMessage] = [
     CandidatesOffer(3, Candidates("b1", (Candidate("u", ("b",)), Candidate("v@w", ("a", "b"))), COLUMNS)),
     MovesRequest((("wss://b2", "wss://b3"), ()), (("u", 0), ("v", 1))),
     MovesEnded("b1", (("u", MoveEnd.LEFT), ("v", MoveEnd.DEADLINE))),
-    OpenBrokers(("wss://b2",)),
+    OpenBrokers(("wss://b2",), b"k" * KEY_BYTES),
 ]
 
 
@@ -71,6 +78,40 @@ def test_newer_software_may_add_fields(message: EdgeMessage) -> None:
     assert unpack_edge(newer) == (STAMP, message)
 
 
+@pytest.mark.parametrize("known", range(4))
+def test_a_report_of_an_older_broker_is_read(known: int) -> None:
+    fields = msgpack.unpackb(pack_edge(STAMP, REPORT))[: 15 + known]
+    newer: dict[str, Any] = {"logs_hash": "", "history_hash": "", "report_s": 0.0}
+    missing = dict(list(newer.items())[known:])
+    assert unpack_edge(bytes(msgpack.packb(fields))) == (STAMP, replace(REPORT, **missing))
+
+
+@pytest.mark.parametrize(
+    ("text", "location"),
+    [("48.2,16.4", (48.2, 16.4)), (" -90 , +180 ", (-90.0, 180.0)), ("0,0", (0.0, 0.0)), ("1e1,-1.5", (10.0, -1.5))],
+)
+def test_a_location(text: str, location: tuple[float, float]) -> None:
+    assert parse_location(text) == location
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "two numbers"),
+        ("48.2", "two numbers"),
+        ("1,2,3", "two numbers"),
+        ("north,1", "two numbers"),
+        ("91,0", "a latitude from -90 to 90 degrees expected, not 91"),
+        ("0,-180.5", "a longitude from -180 to 180"),
+        ("nan,0", "a latitude"),
+        ("0,inf", "a longitude"),
+    ],
+)
+def test_a_wrong_location_is_refused_with_the_reason(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_location(text)
+
+
 def test_the_largest_report_is_small() -> None:
     ids = tuple(f"{number:022}" for number in range(INTERESTS_MAX))
     columns = InterestColumns(ids, tuple(0.1 + number for number in range(INTERESTS_MAX)), (2**31,) * INTERESTS_MAX)
@@ -83,6 +124,10 @@ def test_the_largest_report_is_small() -> None:
         users=2**31,
         interests=columns,
         user_loads=(2**31,) * USER_LOAD_CLASSES,
+        location=(48.2, 16.4),
+        logs_hash="h" * HASH_MAX,
+        history_hash="h" * HASH_MAX,
+        report_s=59.9,
     )
     data = pack_edge(STAMP, largest)
     assert len(data) <= 64 * 1024
@@ -114,6 +159,11 @@ def forged(position: int, value: Any) -> bytes:
         (13, [["a"] * (INTERESTS_MAX + 1), [1.0] * (INTERESTS_MAX + 1), [1] * (INTERESTS_MAX + 1)]),
         (13, [["a" * 23], [1.0], [1]]),
         (14, [1] * (USER_LOAD_CLASSES + 1)),
+        (15, "h" * 17),
+        (16, 5),
+        (17, -1.0),
+        (17, 60.1),
+        (17, "often"),
     ],
 )
 def test_a_report_with_a_wrong_field_is_refused(position: int, value: Any) -> None:

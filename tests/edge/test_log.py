@@ -19,6 +19,7 @@ from dynamoth.edge.log import (
     parse_appended,
     parse_page,
     read_command,
+    tips_command,
 )
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply
@@ -58,6 +59,11 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         read(9, 2),
         read(0, 0),
     ],
+    "a page has a bound of bytes, and one publication at least": [
+        *(append(bytes(size)) for size in (300, 200, 100, 100, 0)),
+        *(read_command(LOG, "run1", EPOCH, OPTIONS, after, 10, 300) for after in range(5)),
+        read_command(LOG, "run1", EPOCH, OPTIONS, 0, 10, 299),
+    ],
     "another process of the server begins another epoch": [
         append(b"a"),
         append(b"b"),
@@ -83,6 +89,8 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         append(b"a", execution=1),
         append(b"b", execution=2),
         append(b"a", execution=1),
+        append(b"from nobody"),
+        append(b"b", execution=2),
         read(),
     ],
     "without a number it is appended again": [append(b"a"), append(b"a"), read()],
@@ -90,6 +98,14 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         append(b"a", execution=3),
         append(b"a", run="run2", epoch=OTHER_EPOCH, execution=3),
         read(run="run2"),
+    ],
+    "tips of many logs": [
+        append(b"a"),
+        append(b"b"),
+        tips_command([LOG, "b" * 22], "run1", OPTIONS),
+        tips_command([LOG], "run2", OPTIONS),
+        tips_command(["b" * 22, LOG], "run2", LogOptions(durable=True)),
+        read(),
     ],
     "a lost log keeps its fence": [append(b"a", term=5), append(b"b", run="run2", epoch=OTHER_EPOCH, term=4)],
 }
@@ -126,6 +142,10 @@ def test_what_the_replies_mean() -> None:
     assert parse_page(page) == LogPage(EPOCH, 2, 1, ((1, b"a"), (2, b"b")))
     repeated = model([append(b"a", execution=1), append(b"a", execution=1)])[1]
     assert parse_appended(repeated) == Appended(EPOCH, 1, is_new=False)
+    commands = [append(b"a", execution=1), append(b"b", execution=2), append(b"c")]
+    last, former = model([*commands, append(b"b", execution=2), append(b"a", execution=1)])[3:]
+    assert parse_appended(last) == Appended(EPOCH, 2, is_new=False)
+    assert parse_appended(former) == Appended(EPOCH, 3, is_new=False, is_exact=False)
     refused = model([append(b"a", term=2), append(b"b", term=1)])[1]
     assert isinstance(refused, ErrorReply)
     assert str(refused).startswith(FENCED)

@@ -117,7 +117,7 @@ class Connection:
     async def confirm(self, subscription: dict[str, Any], offset: int = 0, name: str | None = None) -> None:
         """Answer a subscription of a logged interest, which the broker calls ``name``; by default as its channel."""
         since = subscription["since"]
-        offset = offset if since == "new" else since["offset"]
+        offset = offset if isinstance(since, str) else since["offset"]
         name = name or subscription["channel"]
         await self.send("subscribed", ref=subscription["ref"], s=name, epoch=EPOCH, offset=offset, recovered=True)
 
@@ -293,7 +293,7 @@ async def test_an_ack_follows_the_handler(browser: Browser) -> None:
         await w.page.evaluate("""connect(["a"]).subscribe({ channel: "news" }, async (publication) => {
             take(publication);
             await new Promise((resolve) => { window.finish = resolve; });
-        }) && null""")
+        }, { stored: true }) && null""")
         connection = await w.connection()
         await connection.accept()
         await connection.data(1, 2)
@@ -301,7 +301,7 @@ async def test_an_ack_follows_the_handler(browser: Browser) -> None:
         await connection.send("ping")
         await connection.receive("pong")
         await w.page.evaluate("finish()")
-        assert await connection.receive("ack") == {"p": {"news": 1}}
+        assert await connection.receive("ack") == {"p": {"news": {"epoch": EPOCH, "offset": 1}}}
         await w.page.wait_for("seen.length === 2")
         assert await w.page.evaluate("seen") == [1, 2]
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
+import json
 import logging
 import os
 import ssl
@@ -47,12 +49,16 @@ from dynamoth_user import (
     Served,
     StorageError,
     Subscription,
+    connection,
     subscription,
+    window,
 )
 from dynamoth_user.client import State
+from dynamoth_user.connection import OUTGOING_MAX
 from dynamoth_user.encoding import Encoding
-from dynamoth_user.engine import may_connect
+from dynamoth_user.engine import _expiry_of, may_connect
 from dynamoth_user.machine.machine import UserMachine
+from dynamoth_user.window import PUBLICATIONS_MAX
 from tests.tls import make_certificates
 from tests.user.scripted_broker import JSON, MSGPACK, Peer, ScriptedBroker, at, data, scripted_broker
 
@@ -82,10 +88,16 @@ async def confirm(peer: Peer, offset: int | None = 0) -> Subscribe:
 
 
 async def subscribed(
-    client: Client, broker: ScriptedBroker, channel: str = "news", *, offset: int | None = 0, **connected: Any
+    client: Client,
+    broker: ScriptedBroker,
+    channel: str = "news",
+    *,
+    offset: int | None = 0,
+    stored: bool = False,
+    **connected: Any,
 ) -> tuple[Peer, Subscription]:
     """Return the first connection, and a subscription to a channel."""
-    async with doing(client.subscribe(channel)) as subscribing:
+    async with doing(client.subscribe(channel, stored=stored)) as subscribing:
         peer = await broker.peer()
         await peer.welcome(offset=offset, **connected)
     return peer, await subscribing
@@ -120,23 +132,43 @@ async def test_publications_come_in_order_with_their_positions(encoding: Encodin
 
 
 async def test_an_item_is_acknowledged_when_the_next_one_is_asked_for() -> None:
-    async with scripted_broker() as broker, client_of(broker) as client:
-        peer, news = await subscribed(client, broker)
+    async with scripted_broker() as broker, client_of(broker, session="me") as client:
+        peer, news = await subscribed(client, broker, stored=True)
         await peer.send(data("news", "1", 1), data("news", "2", 2), data("news", "3", 3), Ping())
         assert await take(news, 2) == ["1", "2"]
         assert {type(frame) for frame in (await peer.frames.get(), await peer.frames.get())} == {Ack, Pong}
         assert await take(news, 1) == ["3"]
-        assert await peer.read(Ack) == Ack({news.interest.id: 2})
+        assert await peer.read(Ack) == Ack({news.interest.id: at(2)})
     assert (await peer.closed)[0] == 1000
-    assert await peer.read(Ack) == Ack({news.interest.id: 3})  # the client was left without an error
+    assert await peer.read(Ack) == Ack({news.interest.id: at(3)})  # the client was left without an error
+
+
+async def test_a_stored_subscription_needs_a_session_that_lasts() -> None:
+    async with scripted_broker() as broker, client_of(broker) as client:
+        with pytest.raises(ValueError, match="session"):
+            await client.subscribe("news", stored=True)
+    async with scripted_broker() as broker, client_of(broker, session="me") as client:
+        with pytest.raises(ValueError, match="position"):
+            await client.subscribe("news", since="new", stored=True)
+
+
+async def test_a_stored_subscription_does_not_begin_where_the_storage_says(tmp_path: Path) -> None:
+    file = tmp_path / "positions.json"
+    async with scripted_broker() as broker, client_of(broker, storage=FileStorage(file)) as client:
+        await subscribed(client, broker, offset=6)
+    async with scripted_broker() as broker, client_of(broker, storage=FileStorage(file)) as client:
+        async with doing(client.subscribe("news", stored=True)):
+            peer = await broker.peer()
+            connect = await peer.welcome(offset=9)
+        assert (connect.subs[0].since, connect.subs[0].is_stored) == (None, True)
 
 
 async def test_an_item_whose_task_has_failed_is_not_acknowledged() -> None:
     async with scripted_broker() as broker:
         peer: Peer | None = None
         with pytest.raises(ZeroDivisionError):
-            async with client_of(broker) as client:
-                peer, news = await subscribed(client, broker)
+            async with client_of(broker, session="me") as client:
+                peer, news = await subscribed(client, broker, stored=True)
                 await peer.send(data("news", "1", 1))
                 async for _ in news:
                     raise ZeroDivisionError
@@ -216,14 +248,14 @@ async def test_a_handler_that_raises_is_reported_and_delivery_goes_on(caplog: py
         if item.text == "3":
             done.set()
 
-    async with scripted_broker() as broker, client_of(broker, on_error=errors.append) as client:
-        async with doing(client.subscribe("news", handle)):
+    async with scripted_broker() as broker, client_of(broker, session="me", on_error=errors.append) as client:
+        async with doing(client.subscribe("news", handle, stored=True)):
             peer = await broker.peer()
             await peer.welcome()
         await peer.send(*(data("news", str(number), number) for number in (1, 2, 3)))
         await done.wait()
         interest_id = channel_interest("news").id
-        while await peer.read(Ack) != Ack({interest_id: 3}):
+        while await peer.read(Ack) != Ack({interest_id: at(3)}):
             pass
     assert seen == ["1", "3"]
     assert [type(error) for error in errors] == [ZeroDivisionError]
@@ -259,8 +291,8 @@ async def test_closing_cancels_a_handler_and_does_not_acknowledge_its_item() -> 
         await asyncio.get_running_loop().create_future()
 
     async with scripted_broker() as broker:
-        async with client_of(broker) as client:
-            async with doing(client.subscribe("news", handle)):
+        async with client_of(broker, session="me") as client:
+            async with doing(client.subscribe("news", handle, stored=True)):
                 peer = await broker.peer()
                 await peer.welcome()
             await peer.send(data("news", "1", 1))
@@ -559,6 +591,60 @@ async def test_a_publication_that_brokers_would_not_take_is_not_sent() -> None:
         assert not failed.value.retryable
 
 
+@pytest.mark.parametrize("serves", [True, False])
+async def test_as_many_publications_as_the_application_likes_keep_the_connection_and_their_order(serves: bool) -> None:
+    count = OUTGOING_MAX + 1
+    async with scripted_broker() as broker, client_of(broker) as client:
+        peer = await broker.peer()
+        if serves:
+            await peer.welcome()
+        publishing = [asyncio.create_task(client.publish("news", str(number))) for number in range(count)]
+        await asyncio.sleep(0)  # all are asked for in one turn
+        if not serves:
+            await peer.welcome()
+        under_way = 0
+        for number in range(count):
+            request = await peer.read(PublishRequest)
+            assert request.payload == b"%d" % number
+            under_way = max(under_way, 1 + peer.frames.qsize())
+            await peer.send(Published(request.ref, at(number)))
+        assert await asyncio.gather(*publishing) == [at(number) for number in range(count)]
+        assert under_way <= PUBLICATIONS_MAX
+        assert not peer.closed.done()
+
+
+async def test_publications_that_wait_for_their_turn_end_with_the_client_and_when_they_are_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(window, "PUBLICATIONS_MAX", 1)
+    async with scripted_broker() as broker, client_of(broker) as client:
+        peer = await broker.peer()
+        await peer.welcome()
+        first, second, third, fourth = (asyncio.create_task(client.publish("news", text)) for text in "1234")
+        request = await peer.read(PublishRequest)
+        second.cancel()
+        await peer.send(Published(request.ref))
+        await first
+        assert (await peer.read(PublishRequest)).payload == b"3"
+        await client.close()
+        ended = await asyncio.gather(second, third, fourth, return_exceptions=True)
+        assert [type(each) for each in ended] == [asyncio.CancelledError, ClientFailed, ClientFailed]
+
+
+async def test_a_broker_that_reads_nothing_for_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "OUTGOING_MAX", 2)
+    monkeypatch.setattr(connection, "UNREAD_S_MAX", -1.0)
+    states: asyncio.Queue[State] = asyncio.Queue()
+    async with scripted_broker() as broker, client_of(broker, on_state=states.put_nowait) as client:
+        await (await broker.peer()).welcome()
+        assert isinstance(await states.get(), Served)
+        publishing = [asyncio.create_task(client.publish("news", b"")) for _ in range(3)]
+        state = await states.get()
+        assert isinstance(state, Interrupted)
+        assert state.reason == "the broker does not read"
+        await asyncio.gather(*publishing, return_exceptions=True)
+
+
 # Refusals.
 
 
@@ -616,6 +702,30 @@ async def test_a_token_is_renewed_before_it_expires_and_after() -> None:
         assert await peer.read(Refresh) == Refresh("t2")
         await peer.close(4002, "expired")
         assert (await (await broker.peer()).welcome()).token == "t3"
+
+
+def jwt_of(exp: object) -> str:
+    payload = base64.urlsafe_b64encode(json.dumps({"exp": exp}).encode()).rstrip(b"=").decode()
+    return f"e30.{payload}.c2ln"
+
+
+async def test_the_next_refresh_goes_by_the_present_tokens_life() -> None:
+    given = iter((3600, 3601, 7200))
+
+    def token() -> str:
+        return jwt_of(next(given))
+
+    async with scripted_broker() as broker, client_of(broker, token=token):
+        peer = await broker.peer()
+        await peer.welcome(expires_in_s=0.0)
+        assert await peer.read(Refresh) == Refresh(jwt_of(3601))  # it ends 1 s later
+        assert await peer.read(Refresh) == Refresh(jwt_of(7200))
+
+
+@pytest.mark.parametrize("token", ["", "a.b", "a.b.c", jwt_of(None), jwt_of("x"), jwt_of([]), "a." + "W" * 9999 + ".c"])
+def test_a_token_that_cannot_be_read_has_no_expiry(token: str) -> None:
+    assert _expiry_of(token) is None
+    assert _expiry_of(jwt_of(5)) == 5
 
 
 async def test_a_fixed_token_that_has_expired_ends_the_client() -> None:
@@ -763,7 +873,7 @@ async def test_a_fault_of_the_client_ends_it(monkeypatch: pytest.MonkeyPatch, ca
         peer, news = await subscribed(client, broker)
         async with doing(client.publish("news", b"")) as publishing:
             await peer.read(PublishRequest)
-            with caplog.at_level(logging.CRITICAL, "dynamoth.user"):
+            with caplog.at_level(logging.CRITICAL, "dynamoth_user"):
                 monkeypatch.setattr("dynamoth_user.machine.machine.UserMachine._on_data", _fail)
                 await peer.send(data("news", "1", 1))
                 with pytest.raises(ClientFailed, match="1011"):

@@ -93,9 +93,9 @@ class User(Subject):
             actions += self.frame(number, Subscribed(wanted.ref, wanted.interest.id, position))
         return actions
 
-    def served(self, *interests: Interest, at: Position = BEGINNING) -> User:
+    def served(self, *interests: Interest, at: Position = BEGINNING, is_stored: bool = False) -> User:
         """Start, and be served over connection 1."""
-        self.tell(Start(), *(AddSubscription(interest) for interest in interests))
+        self.tell(Start(), *(AddSubscription(interest, None, is_stored) for interest in interests))
         self.answer(connect_in(self.tell(ConnectionOpened(1))), 1, at)
         return self
 
@@ -214,14 +214,82 @@ def test_a_position_follows_the_handler_and_what_was_received_is_where_a_connect
 
 
 def test_acknowledgements_are_of_what_was_handled_and_come_together() -> None:
-    user = User().served(LOGGED)
+    user = User().served(LOGGED, is_stored=True)
     user.data(1, 1, 2, 3)
     assert sent(user.pass_time(2.0)) == []
     for offset in (1, 2):
         assert user.tell(Handled(LOGGED, Position(EPOCH, offset))) == []
-    assert sent(user.pass_time(1.0)) == [(1, Ack({LOGGED.id: 2}))]
+    assert sent(user.pass_time(1.0)) == [(1, Ack({LOGGED.id: Position(EPOCH, 2)}))]
     user.tell(Handled(LOGGED, Position(EPOCH, 2)))
     assert sent(user.pass_time(1.0)) == []  # it was acknowledged
+
+
+def test_only_stored_subscriptions_are_acknowledged() -> None:
+    user = User().served(LOGGED)
+    user.data(1, 1)
+    user.tell(Handled(LOGGED, Position(EPOCH, 1)))
+    assert sent(user.pass_time(2.0)) == []
+
+
+def test_a_stored_subscription_begins_where_the_brokers_say_and_goes_on_from_what_was_received() -> None:
+    user = User()
+    user.tell(Start(), AddSubscription(LOGGED, None, True))
+    first = connect_in(user.tell(ConnectionOpened(1)))
+    assert first.subs == (Wanted(1, LOGGED, None, is_stored=True),)
+    user.answer(first, 1, Position(EPOCH, 4))
+    user.data(1, 5)
+    user.tell(ConnectionClosed(1, 1006, "lost"))
+    user.pass_time(OPTIONS.backoff_s_min)
+    [wanted] = connect_in(user.tell(ConnectionOpened(2))).subs
+    assert (wanted.since, wanted.is_stored) == (Position(EPOCH, 5), True)
+
+
+def test_what_was_handled_is_acknowledged_before_the_subscription_ends() -> None:
+    user = User().served(LOGGED, is_stored=True)
+    user.data(1, 1)
+    user.tell(Handled(LOGGED, Position(EPOCH, 1)))
+    ending = sent(user.tell(RemoveSubscription(LOGGED)))
+    assert ending == [(1, Ack({LOGGED.id: Position(EPOCH, 1)})), (1, Unsubscribe(LOGGED.id))]
+
+
+def test_a_stored_subscription_of_which_something_is_lost_begins_with_a_gap() -> None:
+    user = User()
+    user.tell(Start(), AddSubscription(LOGGED, None, True))
+    lost = Gap(LOGGED.id, "retention", 5, 7, Position(EPOCH, 7))
+    for number in (1, 2):  # the first connection is lost before the gap has come
+        [wanted] = connect_in(user.tell(ConnectionOpened(number))).subs
+        assert wanted.since is None
+        user.frame(number, UP, Subscribed(wanted.ref, LOGGED.id, Position(EPOCH, 7), recovered=False))
+        if number == 1:
+            user.tell(ConnectionClosed(1, 1006, "lost"))
+            user.pass_time(OPTIONS.backoff_s_min)
+    assert user.frame(2, lost) == [DeliverGap(LOGGED, "retention", 5, 7, position=Position(EPOCH, 7))]
+    assert user.frame(2, lost) == []
+    assert [each.payload for each in only(Deliver, user.data(2, 8))] == [b"m8"]
+
+
+def test_the_next_broker_is_told_what_the_former_one_may_not_have_stored() -> None:
+    user = User().served(LOGGED, is_stored=True)
+    user.data(1, 1)
+    user.tell(Handled(LOGGED, Position(EPOCH, 1)))
+    assert sent(user.pass_time(1.0)) == [(1, Ack({LOGGED.id: Position(EPOCH, 1)}))]
+    user.tell(ConnectionClosed(1, 1006, "lost"))
+    user.pass_time(OPTIONS.backoff_s_min)
+    user.answer(connect_in(user.tell(ConnectionOpened(2))), 2)
+    assert sent(user.pass_time(1.0)) == [(2, Ack({LOGGED.id: Position(EPOCH, 1)}))]
+    assert sent(user.pass_time(2.0)) == []
+
+
+def test_a_broker_that_the_user_moves_to_is_told_what_was_handled() -> None:
+    user = User().served(LOGGED, is_stored=True)
+    user.data(1, 1)
+    user.tell(Handled(LOGGED, Position(EPOCH, 1)))
+    user.moving()
+    acks = [(number, frame) for number, frame in sent(user.pass_time(1.0)) if isinstance(frame, Ack)]
+    assert acks == [(1, Ack({LOGGED.id: Position(EPOCH, 1)}))]
+    user.frame(2, MovedIn())
+    user.frame(1, Bye({}))
+    assert sent(user.pass_time(1.0)) == [(2, Ack({LOGGED.id: Position(EPOCH, 1)}))]
 
 
 def test_a_stored_position_is_where_a_new_client_begins() -> None:

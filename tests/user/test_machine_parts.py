@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dynamoth.edge.frames import Connected, Move, MovedIn, Pong, PublishRequest, Refresh, Subscribed
+from dynamoth.edge.frames import Connected, Error, Move, MovedIn, Pong, PublishRequest, Refresh, Subscribed
 from dynamoth.edge.interests import channel_interest
 from dynamoth.machine.events import Start, Tick
 from dynamoth_user.machine.events import (
     AddSubscription,
     Close,
     CloseConnection,
+    Complained,
     ConnectionClosed,
     ConnectionOpened,
     Failed,
@@ -130,6 +131,51 @@ def test_a_token_that_is_about_to_expire_is_not_refreshed_all_the_time() -> None
     assert machine.wait(0.0) == [NeedToken(1)]
     machine.handle(TokenReady(1, "t2"))
     assert machine.wait(24.0) == []
+
+
+def test_a_token_is_refreshed_by_its_own_life_and_not_by_that_of_a_former_one() -> None:
+    machine = Machine(has_token=True)
+    machine.handle(ConnectionOpened(1), TokenReady(1, "hour", 5000.0))
+    machine.handle(FrameReceived(1, Connected("me", "b", ping_s=1e6, expires_in_s=3600.0)))
+    assert machine.wait(3575.0) == [NeedToken(1)]
+    machine.handle(TokenReady(1, "a minute later", 5060.0))  # it ends at 3660
+    assert machine.wait(3634.9) == []
+    assert machine.wait(3635.0) == [NeedToken(1)]
+    machine.handle(TokenReady(1, "five minutes later", 5300.0))  # it ends at 3900
+    assert machine.wait(3874.9) == []
+    assert machine.wait(3875.0) == [NeedToken(1)]
+    machine.handle(TokenReady(1, "over", 1.0))
+    assert machine.wait(3875.9) == []
+    assert machine.wait(3876.0) == [NeedToken(1)]
+
+
+def test_the_life_of_a_token_that_cannot_be_read_is_that_of_the_last_one() -> None:
+    machine = Machine(has_token=True)
+    machine.serve(1, Connected("me", "b", ping_s=1e6, expires_in_s=3600.0))
+    machine.handle(ConnectionClosed(1, 1006, "lost"))
+    machine.wait(1.0)
+    machine.serve(2, Connected("me", "b", ping_s=1e6, expires_in_s=100.0))
+    assert machine.wait(76.0) == [NeedToken(2)]
+    machine.handle(TokenReady(2, "next"))
+    assert machine.wait(150.9) == []
+    assert machine.wait(151.0) == [NeedToken(2)]
+
+
+def test_a_close_says_what_the_error_before_it_said() -> None:
+    machine = Machine()
+    machine.serve()
+    machine.handle(FrameReceived(1, Error("full", "no room", "elsewhere")))
+    [interrupted] = [
+        each for each in machine.handle(ConnectionClosed(1, 1013, "full")) if isinstance(each, Interrupted)
+    ]
+    assert (interrupted.reason, interrupted.url) == ("full: no room", "a")
+
+
+def test_an_error_that_ends_nothing_is_reported() -> None:
+    machine = Machine(has_token=True)
+    machine.serve()
+    error = Error("token_refused", "the signature is wrong", "never")
+    assert machine.handle(FrameReceived(1, error)) == [Complained("token_refused", "the signature is wrong", "a")]
 
 
 def test_a_fixed_token_is_not_refreshed_and_its_end_is_final() -> None:

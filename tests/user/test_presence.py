@@ -167,13 +167,13 @@ def test_a_move_asks_nothing_and_one_that_fails_is_not_the_end_of_the_session() 
 def test_who_is_present_says_so_on_every_connection() -> None:
     user = User()
     channel = channel_interest("log.news")
-    user.tell(Start(), AddSubscription(channel, None, present=True))
+    user.tell(Start(), AddSubscription(channel, None, is_present=True))
     connect = connect_in(user.tell(ConnectionOpened(1)))
-    assert connect.subs == (Wanted(1, channel, None, present=True),)
+    assert connect.subs == (Wanted(1, channel, None, is_present=True),)
     user.answer(connect, 1)
     user.tell(ConnectionClosed(1, 1006, "lost"))
     user.pass_time(1.0)
-    assert connect_in(user.tell(ConnectionOpened(2))).subs == (Wanted(2, channel, Position(EPOCH, 0), present=True),)
+    assert connect_in(user.tell(ConnectionOpened(2))).subs == (Wanted(2, channel, Position(EPOCH, 0), is_present=True),)
 
 
 # The client.
@@ -253,7 +253,7 @@ async def test_a_presence_that_is_refused_or_lost() -> None:
         async with doing(client.subscribe("news", present=True)) as subscribing:
             peer = await broker.peer()
             connect = await peer.welcome()
-        assert connect.subs[0].present
+        assert connect.subs[0].is_present
         await subscribing
         async with doing(client.presence("room")) as asking:
             question = await peer.read(Subscribe)

@@ -13,6 +13,8 @@ import pytest
 
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import LogOptions, append_command
+from dynamoth.edge.positions import find_command, position_key, store_command
+from dynamoth.edge.publications import Position
 from dynamoth.machine.events import ErrorReply
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import reserve_port
@@ -185,8 +187,11 @@ def test_brokers_and_a_coordinator_work_under_the_rules(
         interest = channel_interest("news.logged")
         append = append_command(interest.id, b"hello", run_id, 7, LogOptions())
         server = ServerAddress("127.0.0.1", cluster.redis["s1"].port, None, *USERS["broker"])
-        [appended] = asyncio.run(query(server, append, timeout_s=PATIENCE_S))
-        assert not isinstance(appended, ErrorReply), appended
+        key = position_key(interest.id, "ann", "phone")
+        find = find_command(interest.id, key, run_id, 7, LogOptions(), 60.0)
+        store = store_command([(interest.id, key, Position(7, 1))], run_id, LogOptions(), 60.0)
+        for reply in asyncio.run(query(server, append, find, store, timeout_s=PATIENCE_S)):
+            assert not isinstance(reply, ErrorReply), reply
         main(["broker", "drain", "b1", "--url", cluster.url_of("operator")])
         capsys.readouterr()
         assert user.losses == [] and status()["brokers"]["b1"]["sessions"] == 1

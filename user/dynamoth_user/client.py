@@ -28,6 +28,7 @@ from dynamoth.edge.interests import (
 )
 from dynamoth.edge.publications import Position
 from dynamoth.errors import ConfigError
+from dynamoth_user.complaints import Complaints
 from dynamoth_user.connection import ConnectionOptions
 from dynamoth_user.encoding import CODECS, Encoding
 from dynamoth_user.engine import ApplicationAction, Engine, Token
@@ -35,6 +36,7 @@ from dynamoth_user.errors import ClientFailed, PublishFailed, RefusedError
 from dynamoth_user.items import Gap, Item
 from dynamoth_user.machine.events import (
     AddSubscription,
+    Complained,
     Confirmed,
     Deliver,
     DeliverGap,
@@ -54,6 +56,7 @@ from dynamoth_user.machine.events import (
 from dynamoth_user.presence import Presence
 from dynamoth_user.storage import SavedState, Saver, Storage, load_state
 from dynamoth_user.subscription import NORMAL, Handler, Since, Subscription, set_exception
+from dynamoth_user.window import PublishWindow
 
 State = Served | Interrupted | Failed
 """What ``on_state`` gets: a broker serves the session; none does for now; the client has given up."""
@@ -69,7 +72,7 @@ GENERATIONS_PER_RUN = 1000
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-_log = logging.getLogger("dynamoth.user")
+_log = logging.getLogger("dynamoth_user")
 
 
 class Client:
@@ -79,10 +82,14 @@ class Client:
     its subscriptions go on. Publications of a logged channel come in order, each once, with a :class:`Gap` where some
     are missing. After a crash of the application it gets again what it has not handled, if it has a storage.
 
+    Why no broker serves it is logged as a warning by the logger ``dynamoth_user``: each reason once, and not more often
+    than every 10 s.
+
     Args:
         urls: of brokers: ``wss://host/connect``. ``ws://`` is for tests: a token can be read on its way then.
         session: the name of this user on this device: up to 64 letters, digits, ``-`` and ``_``. None: the one in the
-            storage; without that, a random one.
+            storage; without that, a random one. A service that always has the same session, and a token of the same
+            user, continues where it was with stored subscriptions.
         token: for the broker, or a function that returns one for each connection and before the last one expires.
         storage: keeps session and positions between runs.
         ssl: for ``wss://``; None: certificates are checked as Python does by default.
@@ -114,6 +121,8 @@ class Client:
         if encoding not in CODECS:
             raise ConfigError(f"the encoding is one of {', '.join(CODECS)}, not {encoding!r}")
         self._session = session
+        #: Whether the next process of this application has the same session.
+        self._has_lasting_session = session is not None or storage is not None
         self._token = token
         self._storage = storage
         self._connections = ConnectionOptions(CODECS[encoding], ssl, proxy)
@@ -131,6 +140,8 @@ class Client:
         self._next_move = asyncio.Event()
         #: Publications that are waited for.
         self._answers: set[asyncio.Future[Position | None]] = set()
+        self._window = PublishWindow()
+        self._complaints = Complaints(time.monotonic)
         #: Close code and reason, once the client has ended.
         self._end: tuple[int, str] | None = None
 
@@ -212,7 +223,13 @@ class Client:
         self._running()
 
     async def subscribe(
-        self, channel: str, handler: Handler | None = None, since: Since = None, *, present: bool = False
+        self,
+        channel: str,
+        handler: Handler | None = None,
+        since: Since = None,
+        *,
+        stored: bool = False,
+        present: bool = False,
     ) -> Subscription:
         """Subscribe to a channel, and wait until a broker has confirmed it.
 
@@ -222,12 +239,16 @@ class Client:
                 subscription. If it raises, that is logged, and the next item follows.
             since: where to begin, if the channel has a log. None: behind what was handled, as the storage knows it;
                 without that, from now on. ``"new"``: from now on.
+            stored: let the brokers keep the position, for this session and the user of the token: a process that has
+                the same ones begins behind what was handled, on any machine. The channel needs a log, and the client
+                a token and a ``session``. At first it begins with what is published from now on. ``since`` may be a
+                position then, to begin there instead.
             present: whether others are to see that this session is on the channel (``presence``).
 
         If it is cancelled, there is no subscription. Raises RefusedError, ClientFailed, MalformedMessage (the name),
-        and ValueError (it is subscribed to already).
+        and ValueError (it is subscribed to already; ``stored`` with ``since`` "new", or without a lasting session).
         """
-        return await self._subscribe(channel_interest(channel), handler, since, present=present)
+        return await self._subscribe(channel_interest(channel), handler, since, stored=stored, present=present)
 
     async def subscribe_query(
         self,
@@ -235,9 +256,11 @@ class Client:
         params: Mapping[str, Scalar] | None = None,
         handler: Handler | None = None,
         since: Since = None,
+        *,
+        stored: bool = False,
     ) -> Subscription:
         """Subscribe to a standing query with parameters, as ``subscribe`` does to a channel."""
-        return await self._subscribe(query_interest(query, params or {}), handler, since)
+        return await self._subscribe(query_interest(query, params or {}), handler, since, stored=stored)
 
     async def presence(self, channel: str) -> Presence:
         """Watch who is present on a channel, and wait until that is known: see :class:`Presence`.
@@ -260,13 +283,22 @@ class Client:
     async def publish(self, channel: str, payload: bytes | str) -> Position | None:
         """Publish on a channel; return its place if the channel has a log.
 
-        Waits for a broker, and for its answer. If it is cancelled, the message may be published or not.
+        Waits for a broker, and for its answer. If it is cancelled, the message may be published or not. While 1,000
+        publications or 4 MiB of payloads have no answer, further calls wait for their turn, in order.
 
         Raises PublishFailed, ClientFailed, MalformedMessage (the name).
         """
-        engine = self._running()
+        self._running()
         interest, data = channel_interest(channel), payload.encode() if isinstance(payload, str) else payload
         self._check_size(interest, data)
+        await self._window.enter(len(data))
+        try:
+            return await self._publish(interest, data)
+        finally:
+            self._window.leave(len(data))
+
+    async def _publish(self, interest: Interest, data: bytes) -> Position | None:
+        engine = self._running()
         answer: asyncio.Future[Position | None] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)
         engine.handle(PublishMessage(answer, interest, data))
@@ -294,16 +326,20 @@ class Client:
         return self._engine
 
     async def _subscribe(
-        self, interest: Interest, handler: Handler | None, since: Since, *, present: bool = False
+        self, interest: Interest, handler: Handler | None, since: Since, *, stored: bool, present: bool = False
     ) -> Subscription:
         engine = self._running()
         if interest.id in self._subscriptions:
             raise ValueError(f"this client is subscribed to {interest.name!r} already")
+        if stored and since == "new":
+            raise ValueError("a stored subscription begins at a position, or at the stored one")
+        if stored and not self._has_lasting_session:
+            raise ValueError("a stored subscription needs the client's `session` or `storage`: the next process has it")
         assert self._saver is not None
-        begin = self._saver.state.positions.get(interest.id) if since is None else since
+        begin = self._saver.state.positions.get(interest.id) if since is None and not stored else since
         subscription = Subscription(self, interest, None if begin == "new" else begin)
         self._subscriptions[interest.id] = subscription
-        engine.handle(AddSubscription(interest, subscription.position, present))
+        engine.handle(AddSubscription(interest, subscription.position, stored, present))
         try:
             await subscription.confirmation
         except BaseException:
@@ -390,6 +426,8 @@ class Client:
                 ended = self._subscriptions.pop(interest.id, None) or self._presences.pop(interest.id, None)
                 if ended is not None:
                     ended.end(RefusedError(interest, code, reason))
+            case Complained(code, message, url):
+                self._complaints.add(f"a broker reports {code}: {message}", url)
             case Served() | Interrupted() | Failed():
                 self._change_state(action)
 
@@ -438,13 +476,15 @@ class Client:
     def _change_state(self, state: State) -> None:
         match state:
             case Served(broker, _, moved):
+                self._complaints.clear()
                 self._broker = broker
                 self._moved += moved
                 if moved:
                     self._next_move.set()
                     self._next_move = asyncio.Event()
-            case Interrupted():
+            case Interrupted(reason, _, url):
                 self._broker = None
+                self._complaints.add(f"no broker serves this client, which tries again: {reason}", url)
             case Failed(code, reason):
                 self._broker = None
                 self._fail(code, reason)

@@ -16,6 +16,7 @@ from websockets.typing import Subprotocol
 
 from dynamoth.edge.frames import BrokerFrame, UserFrame
 from dynamoth.errors import MalformedMessage
+from dynamoth_user.complaints import why_not_connected
 from dynamoth_user.encoding import Codec
 
 LOST = 1006
@@ -26,7 +27,10 @@ FRAME_BYTES_MAX = 16 * 1024 * 1024
 """Bound of one message from a broker; a larger one ends the connection."""
 
 OUTGOING_MAX = 10_000
-"""Frames that wait to be written. More come only where a broker reads nothing: the connection is lost then."""
+"""Frames that wait to be written. With more, and none written for ``UNREAD_S_MAX``, the connection is lost."""
+
+UNREAD_S_MAX = 10.0
+"""A broker that reads nothing for this time is taken for dead, where much waits for it."""
 
 CLOSE_S_MAX = 2.0
 """Time for the answer to our close frame; then the socket is closed without it."""
@@ -34,8 +38,8 @@ CLOSE_S_MAX = 2.0
 REASON_BYTES_MAX = 123
 """Bound of the reason in a close frame (RFC 6455, section 5.5)."""
 
-_log = logging.getLogger("dynamoth.user")
-_websocket_log = logging.getLogger("dynamoth.user.websocket")
+_log = logging.getLogger("dynamoth_user")
+_websocket_log = logging.getLogger("dynamoth_user.websocket")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class BrokerConnection:
         self._owner = owner
         self._websocket: ClientConnection | None = None
         self._outgoing: deque[UserFrame] = deque()
+        #: When the last frame was written, or the first one began to wait.
+        self._progress_at = 0.0
         self._wakes_writer = asyncio.Event()
         self._wakes_reader = asyncio.Event()
         #: Code and reason, once it is to be closed: nothing more is reported.
@@ -96,9 +102,12 @@ class BrokerConnection:
         """Send a frame after the earlier ones. It is lost if the connection is."""
         if self._closing is not None:
             return
+        now = asyncio.get_running_loop().time()
+        if not self._outgoing:
+            self._progress_at = now
         self._outgoing.append(frame)
         self._wakes_writer.set()
-        if len(self._outgoing) > OUTGOING_MAX:
+        if len(self._outgoing) > OUTGOING_MAX and now - self._progress_at > UNREAD_S_MAX:
             self._lose(LOST, "the broker does not read")
 
     def close(self, code: int, reason: str) -> None:
@@ -136,7 +145,7 @@ class BrokerConnection:
                 ssl=(options.tls or True) if self._url.startswith("wss:") else None,
             )
         except Exception as error:
-            self._report_closed(LOST, f"cannot connect: {str(error) or type(error).__name__}")
+            self._report_closed(LOST, why_not_connected(error, self._url))
             return
         self._websocket = websocket
         writer = asyncio.create_task(self._write(websocket), name=f"dynamoth user: writer {self._number}")
@@ -189,6 +198,7 @@ class BrokerConnection:
             while True:
                 while self._outgoing:
                     await websocket.send(self._options.codec.encode(self._outgoing.popleft()))
+                    self._progress_at = asyncio.get_running_loop().time()
                 if self._closing is not None:
                     await websocket.close(*self._closing)
                     return

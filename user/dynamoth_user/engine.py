@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import secrets
+from base64 import urlsafe_b64decode
 from collections import deque
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynamoth.edge.frames import BrokerFrame
 from dynamoth.machine.events import Start, Tick
@@ -16,6 +19,7 @@ from dynamoth_user.connection import LOST, BrokerConnection, ConnectionOptions
 from dynamoth_user.machine.events import (
     Close,
     CloseConnection,
+    Complained,
     Confirmed,
     ConnectionClosed,
     ConnectionOpened,
@@ -50,10 +54,13 @@ Token = str | Callable[[], Awaitable[str] | str] | None
 
 ApplicationAction = (
     Deliver | DeliverGap | MembersListed | MemberChanged | Confirmed | Refused | PublishEnded
-    | Served | Interrupted | Failed
+    | Served | Interrupted | Complained | Failed
 )  # fmt: skip
 
-_log = logging.getLogger("dynamoth.user")
+TOKEN_CHARACTERS_MAX = 64 * 1024
+"""A longer token is not read; brokers take none either."""
+
+_log = logging.getLogger("dynamoth_user")
 
 
 class Application(Protocol):
@@ -209,7 +216,7 @@ class Engine:
             self._application.report_error(error)
             self._give_up_without_token(number)
         else:
-            self.handle(TokenReady(number, token))
+            self.handle(TokenReady(number, token, _expiry_of(token)))
 
     def _give_up_without_token(self, number: int) -> None:
         """Close a connection that waits for its first token. One that is in use goes on until its token expires."""
@@ -242,6 +249,18 @@ class Engine:
         for connection in tuple(self._connections.values()):
             connection.close(INTERNAL_ERROR, "a fault of the client")
         self._application.act(Failed(INTERNAL_ERROR, "a fault of the client: its log has the error"))
+
+
+def _expiry_of(token: str | None) -> float | None:
+    """Return the claim ``exp`` of a JSON Web Token, unchecked; None where it cannot be read."""
+    parts = (token or "")[:TOKEN_CHARACTERS_MAX].split(".")
+    if len(parts) != 3:
+        return None
+    try:
+        expires_at: Any = json.loads(urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))["exp"]
+        return expires_at if isinstance(expires_at, int | float) and math.isfinite(expires_at) else None
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return None
 
 
 def may_connect(url: str, given: tuple[str, ...]) -> bool:

@@ -23,7 +23,7 @@ SAVE_S = 0.2
 POSITIONS_MAX = 10_000
 """Positions that are kept; with more, the one that was not changed for the longest time is dropped."""
 
-_log = logging.getLogger("dynamoth.user")
+_log = logging.getLogger("dynamoth_user")
 
 
 class Storage(Protocol):

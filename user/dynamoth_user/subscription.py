@@ -33,7 +33,7 @@ Handler = Callable[[Item | Gap], Awaitable[object] | object]
 Since = Position | Literal["new"] | None
 """Where a subscription begins. None: behind what was handled, as the storage knows it; without that, from now on."""
 
-_log = logging.getLogger("dynamoth.user")
+_log = logging.getLogger("dynamoth_user")
 
 
 class SubscriptionOwner(Protocol):

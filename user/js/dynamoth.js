@@ -35,8 +35,12 @@ const SAVE_S = 0.2;
 /** A token is refreshed at a random moment between these parts of its remaining life. */
 const REFRESH_RATIO_MIN = 0.7;
 const REFRESH_RATIO_MAX = 0.8;
-/** After a refresh the broker does not say when the new token expires: it is refreshed no more often than this. */
+/** A token whose life is not known is refreshed no more often than this; the broker does not say it after a refresh. */
 const REFRESH_S_MIN = 30;
+/** The same for a token whose life is known. */
+const KNOWN_REFRESH_S_MIN = 1;
+/** Warnings on the console: each once, and no more than this many. */
+const WARNINGS_MAX = 100;
 /** Publications that wait for one handler (`queueMax`). */
 const QUEUE_MAX = 1000;
 /** Publications of one live interest that wait for the end of a migration. */
@@ -63,6 +67,8 @@ const FINAL_CLOSE_CODES = new Map([
     [4005, "bad_frame"],
 ]);
 const TOKEN_EXPIRED = 4002;
+/** The code of a connection that ended without one, or was never opened. */
+const LOST = 1006;
 /** What the client closes with: the end, a silent broker, a broker that broke the protocol, or did not take over. */
 const CLOSE_NORMAL = 1000;
 const CLOSE_SILENT = 4000;
@@ -70,6 +76,8 @@ const CLOSE_BAD_FRAME = 4005;
 const CLOSE_MOVE_FAILED = 4006;
 /** What a broker may send before `connected`, and instead of it. */
 const FIRST_FRAMES = new Set(["connected", "error", "ping"]);
+/** Errors about a token. After a refresh the connection stays, with the former token. */
+const TOKEN_ERRORS = new Set(["token_refused", "token_expired"]);
 /** Errors that announce a close code: that is what the client acts on and reports. */
 const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "full", "draining"]);
 
@@ -117,7 +125,7 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  * | type | fields | |
  * | --- | --- | --- |
  * | `start` | | connect |
- * | `subscribe` | `sub`; `channel`, `present`? or `presence` or `query`, `params`; `since`? | `sub` is used once |
+ * | `subscribe` | `sub`; `channel`, `present`? or `presence` or `query`, `params`; `since`?, `stored`? | `sub`: used once |
  * | `unsubscribe` | `sub` | |
  * | `publish` | `id`, `channel`, `d` or `b` | answered by `published` or `publish_failed` |
  * | `opened` | `conn` | the WebSocket is open |
@@ -150,9 +158,10 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  * | `published` | `id`, `epoch`?, `offset`? | |
  * | `publish_failed` | `id`, `error` | |
  * | `subscription_failed` | `sub`, `error`, `ended` | with `ended` false the machine tries again |
- * | `state` | `state`, `url`, `broker`, `code`? | `connecting`, `connected`, `waiting`, `stopped` or `closed` |
+ * | `state` | `state`, `url`, `broker`, `code`?, `lost`?, `reason`? | see `Dynamoth`; `lost`: the URL that did not serve |
  * | `moved` | `from`, `to`: names of brokers | a migration has ended well |
  * | `error` | `error` | |
+ * | `warn` | `message` | for the console |
  * @typedef {{type: string, [field: string]: any}} MachineAction
  */
 
@@ -346,8 +355,10 @@ export class SessionMachine {
         /** Publications that wait for an answer; with `unsent` at most PUBLISHES_MAX. */
         this.unanswered = 0;
         this.token = null;
+        /** When the broker ends it, by the clock of `handle`; and its claim `exp`, by the broker's. Null: not known. */
         this.token_expires_at = null;
-        /** How long a token lives at most, as far as seen, in seconds. */
+        this.token_exp = null;
+        /** How long the last token had to live whose life a broker has named, in seconds. */
         this.token_life_s = REFRESH_S_MIN;
         /** Why a token was asked for: `connect` or `refresh`; null when none is awaited. */
         this.asking = null;
@@ -649,7 +660,7 @@ export class SessionMachine {
             this.#promote(this.connections.get(move.conn), connection);
         } else {
             this.#missLive(connection);
-            this.#reconnect(connection, move?.to ?? [], code);
+            this.#reconnect(connection, move?.to ?? [], { code, lost: connection.url, reason: code === LOST ? reason : message });
         }
     }
 
@@ -659,7 +670,7 @@ export class SessionMachine {
     }
 
     /** Wait and connect again. `preferred` brokers come first, the one that was lost comes last. */
-    #reconnect(connection, preferred, code) {
+    #reconnect(connection, preferred, why) {
         if (connection.connected_at !== null) {
             this.candidates = unique([...preferred, ...this.alternates, ...this.urls]);
             if (this.now - connection.connected_at >= STABLE_S) this.attempts = 0;
@@ -667,11 +678,11 @@ export class SessionMachine {
                 this.candidates = [...this.candidates.filter((url) => url !== connection.url), connection.url];
             }
         }
-        this.#wait(connection.retry_after_s, code);
+        this.#wait(connection.retry_after_s, why);
     }
 
-    #wait(retry_after_s, code = null) {
-        this.#changeState("waiting", { code });
+    #wait(retry_after_s, why = { code: null }) {
+        this.#changeState("waiting", why);
         const delay_s_max = backoff_s_max(this.attempts);
         this.attempts += 1;
         this.#setTimer("reconnect", retry_after_s, retry_after_s + delay_s_max);
@@ -707,13 +718,18 @@ export class SessionMachine {
         const why = this.asking;
         this.asking = null;
         if (this.#ended()) return;
+        const former_exp = this.token_exp;
         this.token = token;
-        this.token_expires_at = null;
+        this.token_exp = expiry(token);
+        // The broker's clock says when the former token ends: this one does so later by the difference.
+        const later_s = former_exp === null || this.token_exp === null ? null : this.token_exp - former_exp;
+        const is_known = later_s !== null && this.token_expires_at !== null;
+        this.token_expires_at = is_known ? this.token_expires_at + later_s : null;
         for (const connection of this.connections.values()) {
             if (connection.phase === "connected") this.#send(connection, { type: "refresh", token });
         }
         if (why === "connect") this.#connect();
-        else this.#setTimer("token", this.token_life_s * REFRESH_RATIO_MIN, this.token_life_s * REFRESH_RATIO_MAX);
+        else this.#refreshAfter(is_known ? this.token_expires_at - this.now : this.token_life_s);
     }
 
     #onTokenFailed(message) {
@@ -725,23 +741,39 @@ export class SessionMachine {
         else this.#setTimer("token", 1, 1 + BACKOFF_S_MAX / 4);
     }
 
+    /** A refresh was refused, or the token has just expired. The connection may stay; the next one needs another token. */
+    #onTokenRefused(code, message) {
+        if (this.has_token) this.#forgetToken();
+        this.#act("warn", { message: `${code}: ${message}` });
+    }
+
     #scheduleRefresh(expires_at) {
         if (!this.has_token || expires_at === null) return;
         const life_s = Math.max(0, expires_at - this.now);
         this.token_expires_at = expires_at;
-        this.token_life_s = Math.max(this.token_life_s, life_s);
-        this.#setTimer("token", life_s * REFRESH_RATIO_MIN, life_s * REFRESH_RATIO_MAX);
+        this.token_life_s = Math.max(REFRESH_S_MIN, life_s);
+        this.#refreshAfter(life_s, 0);
+    }
+
+    #refreshAfter(life_s, delay_s_min = KNOWN_REFRESH_S_MIN) {
+        const delay_s = (ratio) => Math.max(life_s * ratio, delay_s_min);
+        this.#setTimer("token", delay_s(REFRESH_RATIO_MIN), delay_s(REFRESH_RATIO_MAX));
     }
 
     // Subscriptions
 
-    #onSubscribe({ sub, channel, presence, query, params, since, present }) {
+    #onSubscribe({ sub, channel, presence, query, params, since, stored = false, present = false }) {
         const interest = interestOf({ channel, presence, query, params });
         const key = interestKey(interest);
         if (since === "new") this.positions.delete(key);
-        const position = since === "new" ? null : copied(since ?? this.positions.get(key) ?? null);
+        const kept = stored ? null : this.positions.get(key);
+        const position = since === "new" ? null : copied(since ?? kept ?? null);
         const subscription = {
-            id: sub, interest, key, position, present: present === true,
+            id: sub, interest, key, position,
+            /** Whether brokers keep its position: only then it is acknowledged. */
+            stored,
+            /** Whether others see that this session is on the channel. */
+            present,
             /**
              * Of a presence: `listed` is where the list is exact, null while one is missing; `asked` is the connection
              * that was asked; `waiting` are changes that came since.
@@ -769,6 +801,7 @@ export class SessionMachine {
     #onUnsubscribe(sub) {
         const subscription = this.subscriptions.get(sub);
         if (!subscription) return;
+        if (subscription.stored) this.#acknowledge();
         this.#removeSubscription(subscription);
         if (this.positions.delete(subscription.key)) this.#saveSoon();
     }
@@ -798,7 +831,7 @@ export class SessionMachine {
         let link = connection.links.get(subscription.id);
         if (!link) {
             link = {
-                s: null, live: false, epoch: null, acked: -1,
+                s: null, live: false, epoch: null, acked: null,
                 /** Live, on the new connection: what waits for `bye`, and how many did not fit. */
                 held: [], held_lost: 0,
                 /** Logged: where a hole was read again last. */
@@ -808,10 +841,12 @@ export class SessionMachine {
             };
             connection.links.set(subscription.id, link);
         }
-        const since = copied(subscription.received) ?? "new";
+        const { stored, present } = subscription;
+        const since = copied(subscription.received) ?? (stored ? "stored" : "new");
         Object.assign(link, { ref, pending: true, since, failed: false });
         connection.refs.set(ref, { sub: subscription.id, key: subscription.key, in_connect });
-        return { ref, ...subscription.interest, since, ...(subscription.present ? { present: true } : {}) };
+        const options = { ...(stored ? { stored } : {}), ...(present ? { present } : {}) };
+        return { ref, ...subscription.interest, since, ...options };
     }
 
     /** End a subscription's links, on all connections. */
@@ -845,6 +880,7 @@ export class SessionMachine {
         if (link.live) this.#onSubscribedLive(subscription);
         else this.#onSubscribedLogged(link, subscription, frame);
         this.#leaveIfReady();
+        if (!this.timers.has("ack")) this.#acknowledge(); // The former broker may not have stored the position.
     }
 
     /** The application unsubscribed before the name of the interest was known. */
@@ -870,9 +906,12 @@ export class SessionMachine {
     }
 
     #onSubscribedLogged(link, subscription, frame) {
+        subscription.live = false;
+        link.went_back = frame.epoch === link.since.epoch && frame.offset < link.since.offset;
+        if (frame.recovered === false && link.since === "stored") return; // The gap that follows says where it begins.
         if (subscription.received === null) {
             subscription.received = { epoch: frame.epoch, offset: frame.offset };
-            link.acked = frame.offset;
+            link.acked = copied(subscription.received);
             if (subscription.missed) {
                 this.#enqueueLive(subscription, { type: "gap", reason: "reconnected", ...subscription.received });
             } else if (subscription.queue.length === 0 && subscription.roster === null) {
@@ -880,9 +919,6 @@ export class SessionMachine {
             }
             subscription.missed = false;
         }
-        subscription.live = false;
-        link.went_back = frame.epoch === link.since.epoch && frame.offset < link.since.offset;
-        if (subscription.position?.epoch === frame.epoch) link.acked = subscription.position.offset;
     }
 
     #retryLater(subscription, retry_after_s) {
@@ -921,7 +957,9 @@ export class SessionMachine {
     #onLoggedData(connection, link, subscription, item, offset) {
         if (subscription.paused) return; // It is read again later.
         const received = subscription.received;
-        if (link.epoch !== received.epoch) {
+        if (received === null) {
+            this.#onBadFrame(connection, "data before the gap at its beginning");
+        } else if (link.epoch !== received.epoch) {
             if (!this.#isFormer(subscription, link.epoch)) this.#onHole(connection, link, subscription);
         } else if (offset > received.offset + 1) {
             this.#onHole(connection, link, subscription);
@@ -983,14 +1021,14 @@ export class SessionMachine {
         link.epoch = item.epoch;
         const { received, former_epochs } = subscription;
         if (this.#isFormer(subscription, item.epoch)) return;
-        if (item.epoch === received.epoch) {
+        if (item.epoch === received?.epoch) {
             // Otherwise a gap about what was received before is a copy.
             if (!link.went_back && item.offset <= received.offset) return;
             if (!link.went_back && item.from !== undefined) item.from = received.offset + 1;
             link.went_back = false;
         }
         if (this.#pauseIfFull(subscription)) return;
-        if (item.epoch !== received.epoch) {
+        if (received !== null && item.epoch !== received.epoch) {
             former_epochs.push(received.epoch);
             if (former_epochs.length > FORMER_EPOCHS_MAX) former_epochs.shift();
         }
@@ -1107,17 +1145,17 @@ export class SessionMachine {
         this.#act("save", { state: { session: this.session, generation: this.generation, positions } });
     }
 
-    /** Send the positions that have moved, and do so again after `ack_s` if there were any. */
+    /** Send the positions of stored subscriptions that have moved, and do so again after `ack_s` if there were any. */
     #acknowledge() {
         const connection = this.#main();
         if (connection?.phase !== "connected") return;
         const p = {};
         for (const [sub, link] of connection.links) {
-            const { position } = this.subscriptions.get(sub);
-            if (link.s === null || position === null || position.epoch !== link.epoch) continue;
-            if (position.offset <= link.acked) continue;
-            link.acked = position.offset;
-            p[link.s] = position.offset;
+            const { position, stored } = this.subscriptions.get(sub);
+            if (!stored || link.s === null || position === null || position.epoch !== link.epoch) continue;
+            if (position.epoch === link.acked?.epoch && position.offset <= link.acked.offset) continue;
+            link.acked = copied(position);
+            p[link.s] = copied(position);
         }
         if (Object.keys(p).length === 0) return;
         this.#send(connection, { type: "ack", p });
@@ -1233,6 +1271,7 @@ export class SessionMachine {
         const retry_after_s = (frame.retry_after_ms ?? 0) / 1000;
         if (!given(frame.ref)) {
             connection.retry_after_s = retry_after_s;
+            if (TOKEN_ERRORS.has(code) && connection.phase === "connected") this.#onTokenRefused(code, message);
             if (CLOSING_ERRORS.has(code)) connection.last_error = { code, message };
             else this.#reportError(code, message, retry);
             return;
@@ -1424,6 +1463,20 @@ function dropFirst(map) {
     map.delete(map.keys().next().value);
 }
 
+/**
+ * The claim `exp` of a JSON Web Token, unchecked; null where it cannot be read.
+ * @param {string | null} token
+ */
+function expiry(token) {
+    try {
+        const payload = token.split(".")[1].replaceAll("-", "+").replaceAll("_", "/");
+        const { exp } = JSON.parse(atob(payload));
+        return Number.isFinite(exp) ? exp : null;
+    } catch {
+        return null;
+    }
+}
+
 /** The error after which the client does not come again; `code` is null for no error, undefined to come again. */
 function finalError(connection, close_code, reason, has_token) {
     const announced = connection.last_error;
@@ -1532,13 +1585,15 @@ export class Presence {
  *
  * | type | `detail` |
  * | --- | --- |
- * | `state` | `{state, url, broker, code?}`, see below; `code` is the last close code |
+ * | `state` | `{state, url, broker, code?, lost?, reason?}`, see below; `code` is the last close code |
  * | `moved` | `{from, to}`: names of brokers; another one serves the session now |
  * | `gap` | `{subscription, gap}`: for gaps of subscriptions without `onGap` |
  * | `error` | a `DynamothError`; `code` is `handler_failed` (with `cause`) for an exception of a handler |
  *
  * States: `connecting`, `connected`, `waiting` (for the next attempt), `stopped` (a broker refused, or with code 4004 a
  * newer connection of the session took over; the client does not come again) and `closed` (`close` was called).
+ *
+ * Errors, and why no broker serves, are warnings on the console, too: each once, whatever is listened to.
  *
  * Guarantees. Publications of a subscription are handed over in order, each once, the next one when the promise of the
  * handler for the last one has settled. What is missing is reported as a gap, in its place. An exception of a handler
@@ -1564,6 +1619,7 @@ export class Dynamoth extends EventTarget {
     #ids = new Map();
     #publishes = new Map();
     #next_id = 1;
+    #warnings = new Set();
     #options;
     #storage;
     #onPageHide = () => this.#feed({ type: "flush" });
@@ -1612,6 +1668,9 @@ export class Dynamoth extends EventTarget {
      * @param {object} [options]
      * @param {Position | "new"} [options.since] where delivery begins; by default behind the stored position, and if
      *     there is none from now on
+     * @param {boolean} [options.stored] brokers keep the position, for this session and the user of the token: a client
+     *     that has the same ones begins behind what was handled, on any device. The channel needs a log, and the client
+     *     a token. At first it begins with what is published from now on. `since` may only be a position then
      * @param {(gap: Gap, subscription: Subscription) => any} [options.onGap] called in place of missing publications;
      *     as with `handler`, the next publication waits for it
      * @param {(error: DynamothError, subscription: Subscription) => void} [options.onError] with `retry` `never` the
@@ -1620,18 +1679,20 @@ export class Dynamoth extends EventTarget {
      * @throws {TypeError} for parameters that no broker takes
      * @throws {DynamothError} `duplicate` for an interest that is subscribed to, `closed` after the end
      */
-    subscribe(interest, handler, { since, onGap, onError } = {}) {
+    subscribe(interest, handler, { since, stored = false, onGap, onError } = {}) {
         const key = interestKey(interest);
         if (typeof handler !== "function") throw new TypeError("handler must be a function");
         if (since !== undefined && since !== "new" && !(isText(since?.epoch) && isCount(since.offset))) {
             throw new TypeError('since must be "new" or a position {epoch, offset}');
         }
+        if (stored && since === "new") throw new TypeError("a stored subscription does not begin with what is new");
         const copy = "channel" in interest
             ? { channel: interest.channel, ...(interest.present ? { present: true } : {}) }
             : { query: interest.query, params: { ...interest.params } };
         const made = (actions) => new Subscription(actions, copy);
         const [id, subscription] = this.#add(key, made, { handler, onGap, onError });
-        this.#feed({ type: "subscribe", sub: id, ...copy, ...(since === undefined ? {} : { since }) });
+        const options = { ...(since === undefined ? {} : { since }), ...(stored ? { stored } : {}) };
+        this.#feed({ type: "subscribe", sub: id, ...copy, ...options });
         return subscription;
     }
 
@@ -1775,6 +1836,7 @@ export class Dynamoth extends EventTarget {
             case "state": this.#onState(action); break;
             case "moved": this.#dispatch("moved", { from: action.from, to: action.to }); break;
             case "error": this.#onError(action.error); break;
+            case "warn": this.#warn(action.message); break;
             default: throw new TypeError(`unknown action ${action.type}`);
         }
     }
@@ -1892,12 +1954,33 @@ export class Dynamoth extends EventTarget {
     #onState({ type, ...detail }) {
         this.state = detail.state;
         this.broker = detail.broker;
+        if (detail.state === "waiting" && detail.lost !== undefined) {
+            this.#warn(`no broker serves this page, and the client tries again: ${whyLost(detail)}`);
+        }
+        if (detail.state === "connected") this.#warnings.clear();
         this.#dispatch(type, detail);
     }
 
+    #warn(text, ...more) {
+        if (this.#warnings.has(text) || this.#warnings.size >= WARNINGS_MAX) return;
+        this.#warnings.add(text);
+        console.warn(`dynamoth: ${text}`, ...more);
+    }
+
     #onError(error, cause) {
+        this.#warn(`${error.code}: ${error.message}`, ...(cause === undefined ? [] : [cause]));
         this.#dispatch("error", new DynamothError(error, cause === undefined ? undefined : { cause }));
     }
+}
+
+/** What a page can know of a lost connection, and what to look at. Browsers do not say why one was not opened. */
+function whyLost({ lost, code, reason }) {
+    const url = lost.replace(/\/\/[^/]*@/, "//").replace(/\?.*/s, ""); // Without what may be secret.
+    if (code !== LOST) return `${reason} (${url}, code ${code})`;
+    if (reason) return `there is no connection to ${url}: ${reason}`;
+    const origin = globalThis.location?.origin;
+    const origins = origin === undefined ? "" : `, and is ${origin} among its broker.origins`;
+    return `the connection to ${url} was lost or refused: does a broker listen there${origins}?`;
 }
 
 /** Seconds since 1970, which never go back, unlike Date.now(). */

@@ -28,6 +28,7 @@ from collections import deque
 from dataclasses import replace
 from enum import Enum, auto
 
+from dynamoth.edge.control import Candidates
 from dynamoth_broker.coordinator.events import (
     Answered,
     AskCandidates,
@@ -40,20 +41,16 @@ from dynamoth_broker.coordinator.events import (
     Kind,
     MoveEnded,
     MoveUsers,
-    Pause,
-    Pin,
     Refused,
     Reported,
-    Resume,
     Tick,
-    Unpin,
 )
 from dynamoth_broker.coordinator.fleet import Fleet
 from dynamoth_broker.coordinator.model import LoadModel, Standing, Summary
 from dynamoth_broker.coordinator.placement import Newcomer, Placement, Reservations
 from dynamoth_broker.coordinator.plan import Move, Plan
 from dynamoth_broker.coordinator.relieve import Scheme, relieve
-from dynamoth_broker.coordinator.reports import ANY_LOAD, Candidates, users_for
+from dynamoth_broker.coordinator.reports import ANY_LOAD, users_for
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
 from dynamoth_broker.coordinator.shuffle import shuffle
 
@@ -62,9 +59,6 @@ DECISIONS_MAX = 100
 
 SPARE_CANDIDATES = 64
 """A broker is asked for this many users more than have to leave: other sizes may fit where theirs do not."""
-
-PINS_MAX = 10_000
-"""Bound of the pinned users."""
 
 PLACEMENT_REFRESH_S = 1.0
 """The model that placements go by is at most this old. Reservations make up for what is newer."""
@@ -93,8 +87,8 @@ class Controller:
         self.fleet = Fleet(settings)
         self.stage = Stage.WATCHING
         self.is_paused = False
-        #: Users who stay where they are; at most ``PINS_MAX``.
-        self.pinned: set[str] = set()
+        #: Users who stay where they are.
+        self.pinned: frozenset[str] = frozenset()
         #: The latest decisions, the earliest first.
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_MAX)
         self._number = 0
@@ -141,14 +135,6 @@ class Controller:
                 return self._on_move_ended(event, now)
             case BrokerGone():
                 return self._on_broker_gone(event.broker, now)
-            case Pause() | Resume():
-                self.is_paused = isinstance(event, Pause)
-            case Pin():
-                if len(self.pinned) >= PINS_MAX:
-                    return [Refused(f"{PINS_MAX} users are pinned already")]
-                self.pinned.add(event.user)
-            case Unpin():
-                self.pinned.discard(event.user)
             case Tick():
                 return self._on_tick(now)
         return []
@@ -162,12 +148,20 @@ class Controller:
         self._asked.discard(broker)
         return [] if self._asked else self._decide(now)
 
+    def obey(self, is_paused: bool, pinned: frozenset[str]) -> None:
+        """Follow orders of operators: whether nothing is decided, and who stays. What has been decided goes on."""
+        self.is_paused, self.pinned = is_paused, pinned
+
     def place(self, newcomer: Newcomer, now: float) -> str | None:
         """Return the broker of a newcomer; None while no broker admits users."""
+        return self.placement.place(newcomer, self.placement_model(now), now)
+
+    def placement_model(self, now: float, age_s_max: float = PLACEMENT_REFRESH_S) -> LoadModel:
+        """Return the model that placements go by; less than ``age_s_max`` old, or new."""
         model = self._placement_model
-        if model is None or now - model[0] >= PLACEMENT_REFRESH_S:
+        if model is None or not model[1].brokers or now - model[0] >= age_s_max:
             model = self._placement_model = now, self.fleet.for_placement(now)
-        return self.placement.place(newcomer, model[1], now)
+        return model[1]
 
     # Looks.
 
@@ -385,4 +379,3 @@ class Controller:
         assert (self.stage is Stage.MOVING) == bool(self._in_flight), "users are in flight while none should be"
         assert self.stage is Stage.ASKING or not self._asked, "brokers are asked while none should be"
         assert self.stage is not Stage.MOVING or self.decisions[-1].number == self._number
-        assert len(self.pinned) <= PINS_MAX

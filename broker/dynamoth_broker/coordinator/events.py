@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from dynamoth.edge.control import BrokerReport, Candidates
 from dynamoth_broker.coordinator.model import Summary
 from dynamoth_broker.coordinator.plan import Move, Plan
-from dynamoth_broker.coordinator.reports import BrokerReport, Candidates
 
 
 class Kind(Enum):
@@ -91,35 +91,11 @@ class BrokerGone:
 
 
 @dataclass(slots=True)
-class Pause:
-    """Event: an administrator ends decisions. What has been decided goes on."""
-
-
-@dataclass(slots=True)
-class Resume:
-    """Event: an administrator allows decisions again."""
-
-
-@dataclass(slots=True)
-class Pin:
-    """Event: a user stays where it is until ``Unpin``."""
-
-    user: str
-
-
-@dataclass(slots=True)
-class Unpin:
-    """Event: a pinned user may move again."""
-
-    user: str
-
-
-@dataclass(slots=True)
 class Tick:
     """Event: ``deadline`` has passed."""
 
 
-ControllerEvent = Reported | Answered | MoveEnded | BrokerGone | Pause | Resume | Pin | Unpin | Tick
+ControllerEvent = Reported | Answered | MoveEnded | BrokerGone | Tick
 
 
 # Actions.

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import isfinite
 
+from dynamoth.edge.control import BrokerReport, Candidates
 from dynamoth_broker.coordinator.model import LoadModel, Standing
-from dynamoth_broker.coordinator.reports import BrokerReport, Candidates, Total, build_model
+from dynamoth_broker.coordinator.reports import Total, build_model
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
 
 BYTES_PER_S_MAX = 1e13
@@ -68,7 +69,7 @@ class Fleet:
     def standing(self, broker: str, now: float) -> Standing:
         """Return what a broker takes part in; SUSPECT for one that has never reported."""
         known = self._brokers.get(broker)
-        if known is None or now - known.heard_at > self._settings.suspect_s:
+        if known is None or now - known.heard_at > self._settings.suspect_s(known.report.report_s):
             return Standing.SUSPECT
         if known.report.is_draining:
             return Standing.DRAINING

@@ -128,7 +128,7 @@ class NearestPlacement(_Reserving):
     """NR: the nearest broker whose load ratio is not above ``ratio_accept``; where all are, the least loaded.
 
     Near is a short round trip where one was measured, else a short distance. Brokers of which neither is known come
-    last, the least loaded first.
+    last, the least loaded first: so newcomers of whom nothing is known go to the least loaded broker.
     """
 
     def __init__(
@@ -148,12 +148,13 @@ class NearestPlacement(_Reserving):
         accepting = [broker for broker in brokers if ratios[broker.id] <= self._ratio_accept]
         if accepting:
             nearest = min(
-                accepting, key=lambda broker: (*self._nearness(newcomer, broker), ratios[broker.id], broker.id)
+                accepting, key=lambda broker: (*self.nearness(newcomer, broker), ratios[broker.id], broker.id)
             )
             return self._reserve(nearest.id, now)
         return self._reserve(min(ratios, key=lambda broker: (ratios[broker], broker)), now) if ratios else None
 
-    def _nearness(self, newcomer: Newcomer, broker: BrokerLoad) -> tuple[int, float]:
+    def nearness(self, newcomer: Newcomer, broker: BrokerLoad) -> tuple[int, float]:
+        """Return what ranks brokers for a newcomer: less is nearer."""
         if (latency_s := newcomer.latency_s.get(broker.id)) is not None:
             return 0, latency_s
         if newcomer.location is not None and broker.location is not None:

@@ -8,26 +8,15 @@ present state. Reports and answers are bounded, whatever the number of users.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from math import inf
 
-from dynamoth.edge.control import INTERESTS_MAX as INTERESTS_MAX
-from dynamoth.edge.control import USER_LOAD_CLASSES as USER_LOAD_CLASSES
-from dynamoth.edge.control import BrokerReport as BrokerReport
-from dynamoth.edge.control import Candidate as Candidate
-from dynamoth.edge.control import Candidates as Candidates
-from dynamoth.edge.control import InterestColumns as InterestColumns
+from dynamoth.edge.control import BrokerReport, Candidates
 from dynamoth_broker.coordinator.model import LoadModel, Standing
 
 ANY_LOAD = inf
 """The load to ask for where a broker should offer the largest number of candidates."""
-
-
-def user_load_class(load: float) -> int:
-    """Return the class of a user's load: 0 below 1 byte/s, then one per power of two."""
-    return min(USER_LOAD_CLASSES - 1, int(load).bit_length())
 
 
 def users_for(load: float, user_loads: Sequence[int]) -> int:
@@ -40,57 +29,6 @@ def users_for(load: float, user_loads: Sequence[int]) -> int:
         count += user_loads[number]
         load -= user_loads[number] * each
     return count
-
-
-# What brokers compute.
-
-
-def busiest(
-    rates: Mapping[str, float], counts: Mapping[str, int], interests_max: int = INTERESTS_MAX
-) -> InterestColumns:
-    """Return the interests that a report names: those with the highest rates, as sharing them saves most."""
-    chosen = nlargest(interests_max, counts, key=lambda interest: (rates.get(interest, 0.0), interest))
-    return _columns(chosen, rates, counts)
-
-
-def choose_candidates(
-    broker: str,
-    users: Iterable[tuple[str, tuple[str, ...]]],
-    rates: Mapping[str, float],
-    counts: Mapping[str, int],
-    bounds: tuple[float, int],
-) -> Candidates:
-    """Choose users who together have twice a load in bytes/s, but at most so many: ``bounds`` has both.
-
-    Those with the highest loads come first, but none who is heavier than all that has to move. The places that are left
-    go to other users, evenly from the heaviest to the lightest, for targets where those do not fit. An infinite load
-    asks for the heaviest users. ``users`` has ids and interests, without those who may not move now.
-    """
-    load, users_max = bounds
-    weights = {user: (sum([rates.get(each, 0.0) for each in theirs]), theirs) for user, theirs in users}
-    ranked = sorted(weights, key=lambda user: (-weights[user][0], user))
-    wanted, heavy, others = 2 * load, list[str](), list[str]()
-    for user in ranked:
-        if weights[user][0] <= load and wanted > 0 and len(heavy) < users_max:
-            heavy.append(user)
-            wanted -= weights[user][0]
-        else:
-            others.append(user)
-    places = min(users_max - len(heavy), len(others))
-    spread = [others[place * len(others) // places] for place in range(places)]
-    chosen = [Candidate(user, weights[user][1]) for user in (*heavy, *spread)]
-    held = dict.fromkeys(interest for candidate in chosen for interest in candidate.interests)
-    return Candidates(broker, tuple(chosen), _columns(held, rates, counts))
-
-
-def _columns(ids: Iterable[str], rates: Mapping[str, float], counts: Mapping[str, int]) -> InterestColumns:
-    names = tuple(ids)
-    return InterestColumns(
-        names, tuple([rates.get(each, 0.0) for each in names]), tuple([counts.get(each, 0) for each in names])
-    )
-
-
-# What the coordinator computes.
 
 
 @dataclass(frozen=True, slots=True)

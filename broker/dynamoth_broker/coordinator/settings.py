@@ -35,10 +35,9 @@ class CoordinatorSettings(MigrationSettings):
         if self.shuffle_ratio_mean_min < self.ratio_mean_min:
             raise ConfigError(f"shuffle_ratio_mean_min must be at least ratio_mean_min ({self.ratio_mean_min:g})")
 
-    @property
-    def suspect_s(self) -> float:
-        """The age of a report above which its broker is suspect."""
-        return self.suspect_reports * self.report_s
+    def suspect_s(self, report_s: float) -> float:
+        """Return the age of a report above which a broker is suspect that reports every ``report_s``; 0: unknown."""
+        return self.suspect_reports * (report_s or self.report_s)
 
     @property
     def relief(self) -> ReliefLimits:
@@ -68,3 +67,13 @@ class CoordinatorSettings(MigrationSettings):
                 move_cost_ratio=self.move_cost_ratio,
             ),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorOptions(CoordinatorSettings):
+    """Options of a :class:`~dynamoth_broker.coordinator.machine.CoordinatorMachine`."""
+
+    lease_s: float = 2.5
+    forget_s: float = 30.0
+    #: Which process this is, for people.
+    process: str = ""

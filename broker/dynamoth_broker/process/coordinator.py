@@ -17,19 +17,20 @@ from urllib.parse import parse_qs
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from dynamoth.edge.control import parse_location
+from dynamoth.edge.tickets import KEY_BYTES
 from dynamoth.plan.plan import Server
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_broker.coordinator.events import DecisionRecorded
 from dynamoth_broker.coordinator.machine import (
     CoordinatorMachine,
     CoordinatorNews,
-    CoordinatorOptions,
-    Noted,
-    ServerChanged,
     Stop,
     Stopped,
-    decision_as_data,
 )
+from dynamoth_broker.coordinator.requests import decision_as_data
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
+from dynamoth_broker.events import ControlLinkChanged, Noted
 from dynamoth_daemon import event_loop, metrics
 from dynamoth_daemon.http import HttpAnswer, HttpQuery
 from dynamoth_daemon.process import INCARNATION_BITS, DaemonProcess
@@ -43,7 +44,7 @@ JSON = "application/json"
 _COUNTERS = {
     "reports": "Reports of brokers",
     "malformed": "Messages that could not be read",
-    "refused": "Commands that a server has refused",
+    "control_refused": "Commands that a server has refused",
     "terms": "Times that this coordinator began to act",
     "decisions": "Decisions to move users",
     "moves_asked": "Users whom brokers were to move",
@@ -91,15 +92,17 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
     """One coordinator process."""
 
     def __init__(self, config: CoordinatorConfig, stop: asyncio.Event) -> None:
-        self._machine = CoordinatorMachine(config.servers, secrets.randbits(INCARNATION_BITS), config.options)
+        self._machine = CoordinatorMachine(
+            config.servers, secrets.randbits(INCARNATION_BITS), config.options, secrets.token_bytes(KEY_BYTES)
+        )
         super().__init__("coordinator", self._machine, config, config.link, stop)
 
     def execute(self, action: CoordinatorNews) -> None:
         """Log what the machine says."""
         match action:
-            case ServerChanged(server, None):
+            case ControlLinkChanged(server, None):
                 self._log.write(logging.INFO, "connected", server=server, limited=True)
-            case ServerChanged(server, reason):
+            case ControlLinkChanged(server, reason):
                 self._log.write(logging.WARNING, "a server cannot be used; trying again", reason, server=server)
             case Noted(message, cause, fields):
                 self._log.write(logging.INFO, message, cause or None, limited=True, **fields)
@@ -143,8 +146,13 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
         return {"/place": self._place}
 
     def _place(self, query: str) -> HttpAnswer:
-        session = parse_qs(query).get("session", [""])[0][:64]
-        urls = self._machine.place(session, self._loop.time())
+        asked = parse_qs(query, keep_blank_values=True)
+        session = asked.get("session", [""])[0][:64]
+        try:
+            near = parse_location(asked["near"][0]) if "near" in asked else None
+        except ValueError as error:
+            return HttpAnswer(HTTPStatus.BAD_REQUEST, json.dumps({"error": f"near: {error}"}).encode() + b"\n", JSON)
+        urls = self._machine.place(session, self._loop.time(), near)
         status = HTTPStatus.OK if urls else HTTPStatus.SERVICE_UNAVAILABLE
         return HttpAnswer(status, json.dumps({"urls": urls}).encode() + b"\n", JSON)
 
@@ -154,7 +162,7 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
         if machine.is_leading or machine.others:
             return None
         faults = [f"{server}: {fault}" for server, fault in machine.faults.items()]
-        return "\n".join([f"it has not the lease of {machine.needed}", *faults])
+        return "\n".join([machine.why_waiting, *faults])
 
     def shut_down(self) -> None:
         """Give the lease back, then end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from http import HTTPStatus
 
@@ -16,8 +17,17 @@ PATH = "/connect"
 JSON = Subprotocol("dynamoth.v1.json")
 MSGPACK = Subprotocol("dynamoth.v1.msgpack")
 
+ORIGIN_CHARACTERS_MAX = 100
+"""Of a refused origin, in the log."""
+
 REQUEST_BYTES_MAX = 16 * 1024
 """Bound of the request of a handshake; browsers send less than 1 KB, and cookies of the site up to 8 KB."""
+
+
+def log_refused_origin(origin: str) -> None:
+    """Log that a page may not connect: browsers do not say it to the page. The log bounds what is repeated."""
+    cause = "its origin is not among broker.origins"
+    _log.warning("a page is refused", extra={"cause": cause, "origin": origin[:ORIGIN_CHARACTERS_MAX]})
 
 
 class Handshake(ServerProtocol):
@@ -35,6 +45,7 @@ class Handshake(ServerProtocol):
         except MultipleValuesError:
             return self.reject(HTTPStatus.BAD_REQUEST, "More than one Origin.\n")
         if origin is not None and origin not in origins:
+            log_refused_origin(origin)
             return self.reject(HTTPStatus.FORBIDDEN, "Pages of this origin may not connect.\n")
         return self.accept(request)
 
@@ -44,3 +55,6 @@ class Handshake(ServerProtocol):
             if each in (JSON, MSGPACK):
                 return each
         raise NegotiationError(f"the subprotocol is {JSON} or {MSGPACK}")
+
+
+_log = logging.getLogger("dynamoth.broker.handshake")

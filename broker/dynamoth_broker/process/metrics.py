@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from dynamoth_broker.machine import BrokerMachine
+from dynamoth_broker.process.tokens import CAUSES
 from dynamoth_daemon import metrics
 
 _COUNTERS = {
@@ -19,8 +20,14 @@ _COUNTERS = {
     "gaps": "Gaps that were sent to users",
     "logs_lost": "Lives of logs that began while users had subscribed",
     "log_errors": "Errors of log servers",
+    "unlogged": "Publications on the plain names of logged channels, which reach no user",
+    "positions_stored": "Positions of users that log servers have stored",
+    "positions_dropped": "Positions that were not stored, as too many waited for log servers",
+    "acks_ignored": "Acknowledgements of users that are of no stored subscription, or of what the log does not have",
     "presence_failed": "Changes of presence that a log server has not answered: the next refresh repairs them",
     "slow_sessions": "Times that a user has fallen behind, as the connection was full",
+    "slow_sessions_closed": "Connections that were closed as their users were behind for too long, or too many were",
+    "conflated": "Publications that a user who was behind did not get, as a later one replaced them",
     "sessions_lost": "Users that did not answer a ping",
     "moves_asked": "Users that were asked to move to another broker",
     "moves_done": "Users that have moved to another broker",
@@ -28,6 +35,7 @@ _COUNTERS = {
     "refused_draining": "Users that were sent elsewhere, as this broker was drained",
     "refused_token_refused": "Connections with a token that is not valid",
     "refused_token_expired": "Connections with a token that has expired",
+    **{f"token_refusals_{cause}": f"Tokens that were refused: {text}" for cause, text in CAUSES.items()},
 }
 
 _FAMILIES = metrics.Families("dynamoth_broker_")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import binascii
-import json
 import logging
 import secrets
 import ssl
 import time
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, assert_never, cast
 
 from prometheus_client import CollectorRegistry
@@ -22,16 +19,12 @@ from dynamoth.edge.frames import (
     Data,
     Error,
     Frame,
-    Gap,
     Refresh,
-    Subscribed,
-    Unsubscribed,
+    Subscribe,
     UserFrame,
-    read_position,
     read_user_frame,
     to_wire,
 )
-from dynamoth.edge.publications import Position
 from dynamoth.errors import ConfigError, MalformedMessage
 from dynamoth.settings.sections import BrokerSettings
 from dynamoth_broker.events import (
@@ -46,6 +39,7 @@ from dynamoth_broker.events import (
     ControlLinkChanged,
     Drain,
     LogLinkChanged,
+    Noted,
     Opened,
     Overflowed,
     PublishMessage,
@@ -54,12 +48,14 @@ from dynamoth_broker.events import (
     Refreshed,
     ResourcesMeasured,
     Stop,
+    Stopped,
     SubscribeChannel,
     Transmit,
     UnsubscribeChannel,
     Writable,
 )
 from dynamoth_broker.machine import BrokerMachine
+from dynamoth_broker.process.event_ids import StreamPositions, resumed
 from dynamoth_broker.process.metrics import make_registry
 from dynamoth_broker.process.sse import SseServer
 from dynamoth_broker.process.subscriptions import Subscriptions
@@ -75,13 +71,14 @@ from dynamoth_link.options import LinkOptions
 CONNECT_TIMEOUT_S = 10.0
 """A connection sends its ``connect`` within this time."""
 
+SAVE_S_MAX = 2.0
+"""A broker that ends waits this long for log servers to confirm what users have acknowledged."""
+
 LAG_INTERVAL_S = 0.5
 """The lag of the event loop is measured this often."""
 
 BUSY_WEIGHT = 0.1
 """Weight of the latest interval in the average use of the processor: half of it is of the latest 3 s."""
-
-EVENT_ID_CHARACTERS_MAX = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +133,8 @@ class _User:
 
     #: Whether the machine knows of it.
     is_opened: bool = False
-    #: Of a stream of server-sent events: the position of each subscription, as far as frames were queued.
-    positions: dict[str, tuple[str, int]] | None = None
+    #: Of a stream of server-sent events: where it is.
+    positions: StreamPositions | None = None
     timeout: asyncio.TimerHandle | None = None
 
 
@@ -150,7 +147,9 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self._config = config
         self._machine = BrokerMachine(config.options, secrets.randbits(INCARNATION_BITS))
         super().__init__("broker", self._machine, config, config.link, stop, broker=config.options.id)
-        self._tokens = Tokens(config.token_keys_file, anonymous=config.anonymous, now=self._loop.time)
+        self._tokens = Tokens(
+            config.token_keys_file, anonymous=config.anonymous, now=self._loop.time, audience=config.audience
+        )
         self._on_ready = on_ready
         self._client = config.make_client()
         self._subscriptions = Subscriptions(self._client, self._driver.handle, self._report_cluster)
@@ -165,6 +164,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self._has_streams = False
         #: Set while no user is connected.
         self._is_empty = asyncio.Event()
+        self._has_stopped = asyncio.Event()
         self._lag_s = 0.0
         #: How much of the processor the event loop takes, lately.
         self._busy_ratio = 0.0
@@ -176,7 +176,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self._websockets = WebSocketServer.start(self, config.host, config.port, self._transport, config.tls)
         if config.sse_port:
             self._sse = await SseServer.start(
-                self, config.host, config.sse_port, self._transport, config.tls, self._event_id
+                self, config.host, config.sse_port, self._transport, config.tls, self._event_id, self._user_of
             )
         self._tasks = [self._loop.create_task(self._measure_lag())]
         self._subscriptions.listening.add_done_callback(self._on_listener_done)
@@ -217,6 +217,9 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             return "the broker is being drained"
         if self._subscriptions.fault is not None:
             return f"the cluster cannot be reached: {self._subscriptions.fault}"
+        unreachable = self._machine.control.faults
+        if unreachable and len(unreachable) == len(self._config.options.control):
+            return "no server of the cluster can be reached: " + "; ".join(unreachable.values())
         faults = [f"log server {id_}: {fault}" for id_, fault in self._machine.logs.faults.items()]
         if self._tokens.fault:
             faults.append(self._tokens.fault)
@@ -235,6 +238,9 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 async with asyncio.timeout(config.drain_s):
                     await self._is_empty.wait()
         self._driver.handle(Stop())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SAVE_S_MAX):
+                await self._has_stopped.wait()
         self.end()
 
     async def _measure_lag(self) -> None:
@@ -277,6 +283,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._subscriptions.raise_barrier(channel)
             case PublishMessage(channel, payload, token):
                 self._subscriptions.publish(channel, payload, token)
+            case Stopped():
+                self._has_stopped.set()
             case LogLinkChanged(server, None):
                 self._log.write(logging.INFO, "connected to a log server", server=server, limited=True)
             case LogLinkChanged(server, reason):
@@ -286,6 +294,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             case ControlLinkChanged(link, reason):
                 message = "coordinators cannot reach this broker through a server; trying again"
                 self._log.write(logging.WARNING, message, reason, link=link)
+            case Noted(message, cause, fields):
+                self._log.write(logging.WARNING if cause else logging.INFO, message, cause or None, **fields)
             case _:
                 assert_never(cast("Any", action))
 
@@ -309,9 +319,14 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
     def _event_id(self, connection: UserConnection) -> str | None:
         """Return the id of an event: all positions, so that a browser that reconnects goes on from there."""
         user: _User = connection.user
-        if not user.positions:
+        return None if user.positions is None else user.positions.event_id()
+
+    def _user_of(self, token: str | None) -> str | None:
+        """Return whose token this is, empty for nobody's; None for one that is not valid."""
+        try:
+            return self._tokens.grant(token).user
+        except TokenRefused:
             return None
-        return urlsafe_b64encode(json.dumps(user.positions, separators=(",", ":")).encode()).decode()
 
     # Users. The transports call these.
 
@@ -338,8 +353,14 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             self.malformed(conn, "the first frame is connect")
         elif isinstance(read, Refresh):
             self._refresh(conn, read)
+        elif user.positions is not None and (refusal := self._stream_refuses(user.positions, read)) is not None:
+            conn.send(_prepared(refusal))
         else:
             self._driver.handle(Received(conn, cast(UserFrame, read)))
+
+    def _stream_refuses(self, positions: StreamPositions, frame: UserFrame) -> Error | None:
+        is_logged = isinstance(frame, Subscribe) and self._machine.is_logged(frame.wanted.interest)
+        return positions.refusal(frame, is_logged=is_logged)
 
     def malformed(self, conn: UserConnection, reason: str) -> None:
         """Close the connection of a user who sends what cannot be read."""
@@ -370,15 +391,17 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             user.timeout = None
         try:
             grant = self._tokens.grant(connect.token)
-        except (TokenRefused, TokenExpired) as error:
-            self._machine.counters[f"refused_{error.code}"] += 1
+        except TokenRefused as error:
+            self._note_refusal(conn, error)
             code = TOKEN_EXPIRED if isinstance(error, TokenExpired) else TOKEN_REFUSED
             self._refuse(conn, Error(error.code, str(error)), code)
             return
         if conn.is_stream:
             self._has_streams = True
-            user.positions = {}
-            connect = _resumed(connect, conn.last_event_id)
+            connect = resumed(connect, conn.last_event_id)
+            user.positions = StreamPositions()
+            for each in connect.subs:  # a request has room for fewer than a stream may have
+                self._stream_refuses(user.positions, Subscribe(each))
         user.is_opened = True
         self._is_empty.clear()
         self._driver.handle(Opened(conn, connect, grant))
@@ -386,11 +409,17 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
     def _refresh(self, conn: UserConnection, frame: Refresh) -> None:
         try:
             grant = self._tokens.grant(frame.token)
-        except (TokenRefused, TokenExpired) as error:
-            self._machine.counters[f"refused_{error.code}"] += 1
+        except TokenRefused as error:
+            self._note_refusal(conn, error)
             conn.send(_prepared(Error(error.code, str(error))))  # the former token is valid until it expires
             return
         self._driver.handle(Refreshed(conn, grant))
+
+    def _note_refusal(self, conn: UserConnection, error: TokenRefused) -> None:
+        """Count a refused token by its cause, and log it without the token; the log bounds what is repeated."""
+        self._machine.counters[f"refused_{error.code}"] += 1
+        self._machine.counters[f"token_refusals_{error.cause}"] += 1
+        self._log.write(logging.WARNING, "a user's token is refused", error.detail, kind=error.cause, peer=conn.peer)
 
     @staticmethod
     def _refuse(conn: UserConnection, error: Error, code: int) -> None:
@@ -414,25 +443,4 @@ def _note_position(connection: UserConnection, frame: Frame) -> None:
     user: _User | None = connection.user
     if user is None or user.positions is None:
         return
-    match frame:
-        case Data(s, _, int(offset)) if s in user.positions:
-            user.positions[s] = (user.positions[s][0], offset)
-        case Subscribed(_, s, Position(epoch, offset)) | Gap(s, position=Position(epoch, offset)):
-            user.positions[s] = (f"{epoch:016x}", offset)
-        case Unsubscribed(s):
-            user.positions.pop(s, None)
-        case _:
-            pass
-
-
-def _resumed(connect: Connect, event_id: str | None) -> Connect:
-    """Return a ``connect`` that begins where the last event of a stream was; as it is if that cannot be read."""
-    if not event_id or len(event_id) > EVENT_ID_CHARACTERS_MAX:
-        return connect
-    try:
-        positions = json.loads(urlsafe_b64decode(event_id))
-        known = {str(s): read_position({"epoch": epoch, "offset": offset}) for s, (epoch, offset) in positions.items()}
-    except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError, MalformedMessage):
-        return connect
-    subs = tuple(replace(each, since=known.get(each.interest.id, each.since)) for each in connect.subs)
-    return replace(connect, subs=subs)
+    user.positions.note(frame)

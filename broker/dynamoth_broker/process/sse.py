@@ -14,30 +14,35 @@ import binascii
 import hmac
 import json
 import logging
+import math
 import re
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from dynamoth.errors import MalformedMessage
 from dynamoth_broker.process.accept import Acceptor
+from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX
 from dynamoth_broker.process.frames import Encoding, Frame, parse_json
+from dynamoth_broker.process.handshake import log_refused_origin
 from dynamoth_broker.process.transport import (
-    HARD_BOUND_RATIO,
     EventId,
     Listener,
     Prepared,
     TransportOptions,
     UserConnection,
+    abort_above,
 )
 
-REQUEST_LINE_BYTES_MAX = 8190
-"""Bound of the first line, with the connect frame in it, and of each header: proxies allow about as much."""
+PARSED_BYTES_MAX = 2 * HEADER_BYTES_MAX
+"""Bound of the first line and of each header as parsed: what is longer than ``HEADER_BYTES_MAX`` gets an answer."""
 
 WRITTEN_BYTES = 64 * 1024
 """What is given to aiohttp at a time, from the queue of a stream."""
@@ -46,8 +51,18 @@ KEEPALIVE_S = 30.0
 """A connection without a request is closed after this time."""
 
 STREAMS_PER_SESSION_MAX = 4
-"""A session has two while it reconnects. More are refused."""
+"""A session of a user has two streams while it reconnects. More are refused."""
 
+POSTS_UNPACED_MAX = 16
+"""Frames that a stream may get by POST without a pause; more are slowed down to ``frames_per_s``, as WebSockets are."""
+
+LOGGED_EVERY_S = 10.0
+"""Requests that are no HTTP are logged this often, at most."""
+
+_TOO_LONG = (
+    f"The %s has more than {HEADER_BYTES_MAX} bytes: subscribe to less in `connect`, and to the rest by POST, or use"
+    " WebSocket.\n"
+)
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream",
@@ -61,19 +76,29 @@ _PREFLIGHT_HEADERS = {
 }
 
 
+UserOf = Callable[[str | None], str | None]
+"""Returns the user that a token is of, empty for nobody's; None if the token is not valid."""
+
+
 def _no_event_id(_conn: UserConnection) -> None:
     return None
+
+
+def _nobody(_token: str | None) -> str:
+    return ""
 
 
 class SseServer:
     """Listens for users. Made by :meth:`start`; ends with :meth:`close`."""
 
-    def __init__(self, listener: Listener, options: TransportOptions, event_id: EventId) -> None:
+    def __init__(self, listener: Listener, options: TransportOptions, event_id: EventId, user_of: UserOf) -> None:
         self.listener: Final = listener
         self.options: Final = options
         self.event_id: Final = event_id
+        self.user_of: Final = user_of
+        self.http_log: Final = HttpLog()
         self.loop: Final = asyncio.get_running_loop()
-        #: Open streams by session, oldest first: POST goes to the newest.
+        #: Open streams by session, oldest first: POST goes to the newest of its user.
         self._streams: Final[dict[str, list[SseConnection]]] = {}
         #: Accepted sockets without a request, for at most ``handshake_timeout_s``; later, aiohttp bounds the time.
         self._silent: Final[set[web.RequestHandler]] = set()
@@ -89,12 +114,14 @@ class SseServer:
         options: TransportOptions | None = None,
         tls: ssl.SSLContext | None = None,
         event_id: EventId = _no_event_id,
+        user_of: UserOf = _nobody,
     ) -> SseServer:
         """Listen at ``host`` and ``port`` (0: any that is free, see :attr:`port`).
 
-        ``event_id`` is called for each frame in ``send``; it has no line breaks. Raises ConfigError.
+        ``event_id`` is called for each frame in ``send``; it has no line breaks. ``user_of`` tells the streams of
+        different users with one session apart. Raises ConfigError.
         """
-        self = cls(listener, options or TransportOptions(), event_id)
+        self = cls(listener, options or TransportOptions(), event_id, user_of)
         app = web.Application(client_max_size=self.options.frame_bytes_max, middlewares=[self._note_request])
         app.router.add_get("/sse", self._stream, allow_head=False)
         app.router.add_post("/sse/{session}", self._post)
@@ -105,8 +132,9 @@ class SseServer:
             access_log=None,  # it has sessions in it, and a line for each acknowledgement
             handler_cancellation=True,
             keepalive_timeout=KEEPALIVE_S,
-            max_line_size=REQUEST_LINE_BYTES_MAX,
-            max_field_size=REQUEST_LINE_BYTES_MAX,
+            logger=self.http_log,
+            max_line_size=PARSED_BYTES_MAX,
+            max_field_size=PARSED_BYTES_MAX,
             shutdown_timeout=self.options.close_timeout_s,
         )
         await self._runner.setup()
@@ -148,6 +176,10 @@ class SseServer:
     @web.middleware
     async def _note_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._silent.discard(request.protocol)
+        if len(request.raw_path) > HEADER_BYTES_MAX:
+            raise web.HTTPRequestURITooLong(text=_TOO_LONG % "request line", headers=self._cors(request))
+        if any(len(value) > HEADER_BYTES_MAX for _, value in request.raw_headers):
+            raise web.HTTPRequestHeaderFieldsTooLarge(text=_TOO_LONG % "header", headers=self._cors(request))
         return await handler(request)
 
     async def _preflight(self, request: web.Request) -> web.Response:
@@ -159,6 +191,7 @@ class SseServer:
         if not origins:
             return {}
         if len(origins) > 1 or origins[0] not in self.options.origins:
+            log_refused_origin(origins[0])
             raise web.HTTPForbidden(text="Pages of this origin may not connect.\n")
         return {"Access-Control-Allow-Origin": origins[0], "Vary": "Origin"}
 
@@ -168,21 +201,25 @@ class SseServer:
         headers = _STREAM_HEADERS | self._cors(request)
         frame = _connect_frame(request)
         session: str = frame["session"]
-        if len(self._streams.get(session, ())) >= STREAMS_PER_SESSION_MAX:
-            raise web.HTTPTooManyRequests(text="This session has too many streams.\n")
         token = _bearer(request)
+        owner = self.user_of(token)
+        streams = self._streams.get(session, ())
+        if owner is not None and sum(each.owner == owner for each in streams) >= STREAMS_PER_SESSION_MAX:
+            raise web.HTTPTooManyRequests(text="This session has too many streams.\n", headers=self._cors(request))
         if token is not None:
             frame["token"] = token
         response = web.StreamResponse(headers=headers)
-        stream = SseConnection(self, request, token)
-        self._streams.setdefault(session, []).append(stream)
+        stream = SseConnection(self, request, token, owner)
+        if owner is not None:  # else its listener refuses it
+            self._streams.setdefault(session, []).append(stream)
         try:
             await response.prepare(request)
             await stream.run(response, frame)
         except ConnectionError:
             pass  # the user has gone
         finally:
-            self._forget(session, stream)
+            if owner is not None:
+                self._forget(session, stream)
             stream.end()
         return response
 
@@ -196,12 +233,14 @@ class SseServer:
 
     async def _post(self, request: web.Request) -> web.Response:
         headers = self._cors(request)
-        streams = self._streams.get(request.match_info["session"])
-        stream = streams[-1] if streams else None
-        if stream is None or not stream.is_open:
-            raise web.HTTPNotFound(text="This session has no stream here.\n", headers=headers)
-        if not stream.is_of(_bearer(request)):
-            raise web.HTTPForbidden(text="The token is not that of the stream.\n", headers=headers)
+        stream = self._find(request.match_info["session"], _bearer(request), headers)
+        delay_s = stream.pace()
+        if delay_s > self.options.handshake_timeout_s:
+            headers["Retry-After"] = str(math.ceil(delay_s))
+            text = f"A stream takes {self.options.frames_per_s:g} frames per second by POST.\n"
+            raise web.HTTPTooManyRequests(text=text, headers=headers)
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
         try:
             async with asyncio.timeout(self.options.handshake_timeout_s):
                 body = await request.read()
@@ -214,16 +253,30 @@ class SseServer:
             raise web.HTTPBadRequest(text=f"{reason}\n", headers=headers)
         return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
 
+    def _find(self, session: str, token: str | None, headers: dict[str, str]) -> SseConnection:
+        """Return the newest stream of the user whose token this is. Raises HTTPNotFound, HTTPForbidden."""
+        newest = {each.owner: each for each in self._streams.get(session, ()) if not each.is_closing}
+        if not newest:
+            raise web.HTTPNotFound(text="This session has no stream here.\n", headers=headers)
+        stream = next((each for each in newest.values() if each.is_of(token)), None)
+        if stream is None:
+            raise web.HTTPForbidden(text="The token is not that of the stream.\n", headers=headers)
+        if not stream.is_open:
+            raise web.HTTPNotFound(text="The stream is not open yet.\n", headers=headers)
+        return stream
+
 
 class SseConnection(UserConnection):
     """The event stream of one user, and what the user posts."""
 
     __slots__ = (
+        "_abort_above",
         "_closing",
         "_ended",
         "_last_event_id",
         "_opened",
         "_over",
+        "_paced_at",
         "_queued",
         "_queued_bytes",
         "_request",
@@ -231,10 +284,12 @@ class SseConnection(UserConnection):
         "_timer",
         "_token",
         "_wake",
+        "owner",
     )
 
-    def __init__(self, server: SseServer, request: web.Request, token: str | None) -> None:
+    def __init__(self, server: SseServer, request: web.Request, token: str | None, owner: str | None) -> None:
         self.user = None
+        self.owner: Final = owner
         self._server = server
         self._request = request
         self._token = token
@@ -244,9 +299,13 @@ class SseConnection(UserConnection):
         self._wake = asyncio.Event()
         self._opened = False
         self._over = False
+        #: More unsent bytes than this end the connection; None while the listener does not know that it is full.
+        self._abort_above: int | None = None
         self._closing = False
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
+        #: When everything that was posted is handled, at ``frames_per_s``.
+        self._paced_at = 0.0
 
     @property
     def encoding(self) -> Encoding:
@@ -281,6 +340,11 @@ class SseConnection(UserConnection):
         """Whether frames can still be sent and received."""
         return self._opened and not self._closing and not self._ended
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing more can be sent or received, ever."""
+        return self._closing or self._ended
+
     def is_of(self, token: str | None) -> bool:
         """Whether ``token`` is what the stream began with, or what it was refreshed with."""
         return hmac.compare_digest((token or "").encode(), (self._token or "").encode())
@@ -293,11 +357,16 @@ class SseConnection(UserConnection):
         self._queue(prepared.sse, b"\n" if event_id is None else b"id: %b\n\n" % event_id.encode())
         bound = self._server.options.unsent_bytes_max
         unsent = self.unsent_bytes
-        if unsent > HARD_BOUND_RATIO * bound:
+        if self._abort_above is not None and unsent > self._abort_above:
             self.abort()
         elif unsent > bound and not self._over:
             self._over = True
-            self._server.loop.call_soon(self._report, self._server.listener.overflowed)
+            self._server.loop.call_soon(self._report_over)
+
+    def _report_over(self) -> None:
+        if self._over:
+            self._abort_above = abort_above(self.unsent_bytes, self._server.options.unsent_bytes_max)
+            self._report(self._server.listener.overflowed)
 
     def close(self, code: int, reason: str = "") -> None:
         """Send what is queued and an event ``close``, then end. Does nothing the second time."""
@@ -319,6 +388,15 @@ class SseConnection(UserConnection):
 
     # What the server uses.
 
+    def pace(self) -> float:
+        """Return how many seconds the next POST has to wait; one that would wait too long does not count."""
+        now, options = self._server.loop.time(), self._server.options
+        due = max(self._paced_at, now) + 1 / options.frames_per_s
+        delay_s = due - now - POSTS_UNPACED_MAX / options.frames_per_s
+        if delay_s <= options.handshake_timeout_s:
+            self._paced_at = due
+        return max(0.0, delay_s)
+
     async def run(self, response: web.StreamResponse, connect: Frame) -> None:
         """Report the connection, then write what is queued until it is closed. Raises ConnectionError."""
         self._opened = True
@@ -333,7 +411,9 @@ class SseConnection(UserConnection):
                 low = self._server.options.unsent_bytes_max // 4
                 if self._over and (not self._queued or self.unsent_bytes <= low):
                     self._over = False
-                    self._report(self._server.listener.writable)
+                    if self._abort_above is not None:
+                        self._abort_above = None
+                        self._report(self._server.listener.writable)
             if self._closing:
                 await response.write_eof()
                 return
@@ -347,8 +427,9 @@ class SseConnection(UserConnection):
             self._report(lambda conn: self._server.listener.malformed(conn, reason))
             return reason
         self._report(lambda conn: self._server.listener.received(conn, frame))
-        if frame.get("type") == "refresh" and isinstance(frame.get("token"), str):
-            self._token = frame["token"]
+        token = frame.get("token")
+        if frame.get("type") == "refresh" and isinstance(token, str) and self._server.user_of(token) == self.owner:
+            self._token = token  # a refused one leaves the former, which is valid until it expires
         return None
 
     def end(self) -> None:
@@ -385,6 +466,27 @@ class SseConnection(UserConnection):
         except Exception:
             _log.exception("a stream of a user ends")
             self.abort()
+
+
+class HttpLog(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp logs. A request that is no HTTP is counted, and is a line without a traceback now and then."""
+
+    def __init__(self) -> None:
+        super().__init__(_log)
+        self.malformed_requests = 0
+        self._logged_at = -math.inf
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
+        """Log an exception."""
+        if not isinstance(exc_info, HttpProcessingError):
+            super().exception(msg, *args, exc_info=exc_info, **kwargs)
+            return
+        self.malformed_requests += 1
+        now = time.monotonic()
+        if now - self._logged_at >= LOGGED_EVERY_S:
+            self._logged_at = now
+            kind = type(exc_info).__name__  # its text has bytes of the request, perhaps of a token
+            self.warning("a request is no HTTP: %s; so far there were %d", kind, self.malformed_requests)
 
 
 def _connect_frame(request: web.Request) -> Frame:

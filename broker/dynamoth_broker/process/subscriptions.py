@@ -28,6 +28,10 @@ RETRY_S = 1.0
 PAUSE_S = 0.1
 """After an error the broker reads on after this time: a client that has broken down raises one without waiting."""
 
+ERRORS_MAX = 100
+AT_ONCE_S = 0.1
+"""After that many errors in a row, each within this time, the client is broken for good: the broker would be deaf."""
+
 Handle = Callable[[Any], None]
 
 
@@ -133,17 +137,29 @@ class Subscriptions:
             )
 
     async def _listen(self) -> None:
-        """Forward messages to the machine until ``close``."""
+        """Forward messages to the machine until ``close``.
+
+        Raises:
+            RuntimeError: the client has broken down for good.
+
+        """
+        loop = asyncio.get_running_loop()
+        errors = 0
         while True:
             await self._has_some.wait()
+            began_at = loop.time()
             try:
                 async for batch in self._pubsub.batches():
                     self._take(batch)
+                    errors = 0
                 self._has_some.clear()
             except redis.exceptions.NoPermissionError as error:
                 self._on_refused(str(error))
             except redis.exceptions.RedisError as error:
                 self._note(str(error))
+                errors = errors + 1 if loop.time() - began_at < AT_ONCE_S else 0
+                if errors == ERRORS_MAX:
+                    raise RuntimeError(f"the client of the cluster has broken down: {error}") from error
                 await asyncio.sleep(PAUSE_S)
 
     def _take(self, batch: list[dict[str, Any]]) -> None:

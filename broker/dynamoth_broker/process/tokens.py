@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jwt
+from jwt.exceptions import InvalidSubjectError
 
 from dynamoth.edge.interests import Scalar, canonical
 from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
@@ -53,13 +54,46 @@ SUBJECT = "$sub"
 """As the value of a parameter in a token: the user's own name."""
 
 
+QUOTED_MAX = 64
+"""Characters of a token's header, or of a claim's name, in the log."""
+
+
+CAUSES = {
+    "no_token": "none was given",
+    "malformed": "it could not be read",
+    "unknown_key": "its key is not in the key set",
+    "algorithm": "its algorithm is not that of its key",
+    "signature": "its signature is wrong",
+    "expired": "it has expired",
+    "not_yet_valid": "it is not valid yet",
+    "no_exp": "it has no exp",
+    "no_sub": "it has no sub",
+    "claims": "a claim has another form",
+    "audience": "it is for another audience",
+}
+"""Why tokens are refused, for counters."""
+
+
 class TokenRefused(DynamothError):
-    """Raised when a token is not valid: its signature, its form or its rights."""
+    """Raised when a token is not valid: its signature, its form or its rights. The text is for the user.
+
+    Args:
+        cause: one of ``CAUSES``.
+        message: for the user: what is wrong, and no more.
+        detail: for the operator's log, where that is more. It has no token and no key in it.
+
+    """
 
     code = "token_refused"
 
+    def __init__(self, cause: str, message: str, detail: str = "") -> None:
+        """Keep why."""
+        super().__init__(message)
+        self.cause = cause
+        self.detail = detail or message
 
-class TokenExpired(DynamothError):
+
+class TokenExpired(TokenRefused):
     """Raised when a token was valid, and is over."""
 
     code = "token_expired"
@@ -80,16 +114,18 @@ class Tokens:
         keys_file: the key set; empty for none: then no token is accepted.
         anonymous: whether users without a token are let in.
         now: the time of the machine, in which grants expire.
+        audience: this broker's name in the claim ``aud``. Empty: a token with that claim is for others, and is refused.
 
     Raises:
         ConfigError: the file cannot be read, or is no key set that can be used.
 
     """
 
-    def __init__(self, keys_file: str, *, anonymous: bool, now: Callable[[], float]) -> None:
+    def __init__(self, keys_file: str, *, anonymous: bool, now: Callable[[], float], audience: str = "") -> None:
         self._file = Path(keys_file) if keys_file else None
         self._anonymous = anonymous
         self._now = now
+        self._audience = audience
         self._keys: dict[str, _Key] = {}
         self._stamp: tuple[int, int, int] | None = None
         self._looked_at = 0.0
@@ -103,44 +139,75 @@ class Tokens:
         if token is None:
             if self._anonymous:
                 return Grant()
-            raise TokenRefused("a token is needed: connect with one")
+            raise TokenRefused("no_token", "a token is needed: connect with one")
         self._look_again()
         try:
             header = jwt.get_unverified_header(token)
-            key = self._keys.get(str(header.get("kid", "")))
-            if key is None:
-                raise TokenRefused("the token is signed with a key that is not known (kid)")
+            key = self._key_of(header)
             claims = jwt.decode(
                 token,
                 key=key.key,
                 algorithms=[key.algorithm],
                 leeway=LEEWAY_S,
-                options={"require": ["exp", "sub"], "verify_aud": False},
+                options={"require": ["exp", "sub"], "verify_aud": False},  # PyJWT's rule for `aud` is another one
             )
-        except jwt.ExpiredSignatureError as error:
-            raise TokenExpired("the token has expired: connect with a new one") from error
         except (jwt.PyJWTError, ValueError, TypeError) as error:
-            raise TokenRefused(f"the token is not valid: {type(error).__name__}") from error
+            raise _refusal(error) from error
+        self._check_audience(claims)
         return self._grant_of(claims)
+
+    def _key_of(self, header: Mapping[str, Any]) -> _Key:
+        kid = header.get("kid")
+        if kid is None:
+            message = "the token names no key (kid)"
+            raise TokenRefused("unknown_key", message, f"{message} in its header: the issuer has to write it")
+        key = self._keys.get(str(kid))
+        if key is None:
+            detail = (
+                f"the token names the key {_quoted(kid)}, which broker.token_keys_file ({self._file}) does not have:"
+                " add a key with this kid, or let the issuer use one of the file"
+            )
+            raise TokenRefused("unknown_key", "the token names an unknown key", detail)
+        if header.get("alg") != key.algorithm:
+            used = _quoted(header.get("alg"))
+            detail = f"the token is signed with {used}, and its key {_quoted(kid)} is for {key.algorithm}"
+            raise TokenRefused("algorithm", "the token's algorithm is not that of its key", detail)
+        return key
+
+    def _check_audience(self, claims: Mapping[str, Any]) -> None:
+        """Refuse a token for other audiences (RFC 7519, section 4.1.3), and one for none where this broker has one."""
+        named: Any = claims.get("aud")
+        if named is None and not self._audience:
+            return
+        audiences: list[Any] = [named] if isinstance(named, str) else [*named] if isinstance(named, list) else []
+        if self._audience and self._audience in audiences:
+            return
+        if not self._audience:
+            detail = (
+                "the token has the claim 'aud', and broker.audience is empty: set it to this broker's name in 'aud'"
+            )
+        else:
+            detail = f"the token's claim 'aud' does not name {self._audience!r} (broker.audience)"
+        raise TokenRefused("audience", "the token is for another audience (aud)", detail)
 
     def _grant_of(self, claims: Mapping[str, Any]) -> Grant:
         user = claims["sub"]
         if not user:
-            raise TokenRefused("the claim 'sub' is empty")
+            raise TokenRefused("claims", "the claim 'sub' is empty")
         expires_at = self._now() + float(claims["exp"]) + LEEWAY_S - time.time()
         bound: dict[str, dict[str, Scalar]] = {}
         params = claims.get("params", {})
         if not isinstance(params, dict):
-            raise TokenRefused("the claim 'params' maps queries to parameters")
+            raise TokenRefused("claims", "the claim 'params' maps queries to parameters")
         for query, values in cast("dict[str, Any]", params).items():
             if not isinstance(values, dict):
-                raise TokenRefused("the claim 'params' maps queries to parameters")
+                raise TokenRefused("claims", "the claim 'params' maps queries to parameters")
             named = cast("dict[str, Any]", values)
             bound[query] = {name: user if value == SUBJECT else value for name, value in named.items()}
             try:
                 canonical(bound[query])
             except MalformedMessage as error:
-                raise TokenRefused(f"the claim 'params' cannot be used: {error}") from None
+                raise TokenRefused("claims", f"the claim 'params' cannot be used: {error}") from None
         patterns = {name: _patterns(claims, name) for name in ("channels", "queries", "publish")}
         return Grant(user, patterns["channels"], patterns["queries"], patterns["publish"], bound, expires_at)
 
@@ -179,6 +246,33 @@ class Tokens:
             ) from error
 
 
+_REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
+    (jwt.InvalidSignatureError, "signature", "the signature is wrong"),
+    (jwt.ImmatureSignatureError, "not_yet_valid", "the token is not valid yet (nbf, iat): compare the clocks"),
+    (jwt.InvalidAlgorithmError, "algorithm", "the token's algorithm is not that of its key"),
+    (InvalidSubjectError, "claims", "the claim 'sub' is not text"),
+    (jwt.DecodeError, "malformed", "the token cannot be read"),
+)
+
+
+def _refusal(error: Exception) -> TokenRefused:
+    """Return what PyJWT has found, in words for the user and for the log."""
+    if isinstance(error, jwt.ExpiredSignatureError):
+        return TokenExpired("expired", "the token has expired: connect with a new one")
+    if isinstance(error, jwt.MissingRequiredClaimError):
+        claim = str(error.claim)
+        return TokenRefused(f"no_{claim}", f"the token has no {claim}")
+    for kind, cause, message in _REFUSALS:
+        if isinstance(error, kind):
+            return TokenRefused(cause, message)
+    return TokenRefused("malformed", "the token cannot be used", f"the token cannot be used: {type(error).__name__}")
+
+
+def _quoted(value: object) -> str:
+    """Return a text of a token, so that it cannot fill or forge the log."""
+    return repr(value if isinstance(value, str | int | None) else type(value).__name__)[:QUOTED_MAX]
+
+
 def _read_key(entry: Mapping[str, Any]) -> tuple[str, _Key]:
     kid, algorithm = entry.get("kid"), entry.get("alg")
     if not isinstance(kid, str) or not kid:
@@ -194,8 +288,8 @@ def _read_key(entry: Mapping[str, Any]) -> tuple[str, _Key]:
 def _patterns(claims: Mapping[str, Any], name: str) -> tuple[str, ...]:
     patterns = claims.get(name, [])
     if not isinstance(patterns, list) or len(patterns) > PATTERNS_MAX:  # pyright: ignore[reportUnknownArgumentType]
-        raise TokenRefused(f"the claim {name!r} is a list of at most {PATTERNS_MAX} patterns")
+        raise TokenRefused("claims", f"the claim {name!r} is a list of at most {PATTERNS_MAX} patterns")
     found: list[Any] = [*patterns]
     if not all(isinstance(pattern, str) for pattern in found):
-        raise TokenRefused(f"the claim {name!r} is a list of patterns")
+        raise TokenRefused("claims", f"the claim {name!r} is a list of patterns")
     return tuple(found)

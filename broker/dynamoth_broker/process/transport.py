@@ -23,7 +23,15 @@ UNSENT_BYTES_MAX = 1024 * 1024
 """Default bound of the bytes that wait for one user, in the broker and in the transport of the event loop."""
 
 HARD_BOUND_RATIO = 2
-"""A connection whose unsent bytes pass this many times their bound is aborted: its listener did not stop sending."""
+"""A connection whose unsent bytes pass this many times their bound is aborted, if its listener knows that it is full.
+
+What was sent before that may be more: then as much as the bound may follow it.
+"""
+
+
+def abort_above(unsent_bytes: int, unsent_bytes_max: int) -> int:
+    """Return above how many unsent bytes a connection is aborted whose listener knows now that it is full."""
+    return max(HARD_BOUND_RATIO * unsent_bytes_max, unsent_bytes + unsent_bytes_max)
 
 
 class Listener(Protocol):

@@ -18,6 +18,7 @@ from pathlib import Path
 from dynamoth import names
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import LOG_PREFIX
+from dynamoth.edge.positions import POSITION_PREFIX
 from dynamoth.errors import ConfigError
 from dynamoth.globs import literal_glob, matches_reserved, physical_patterns
 from dynamoth_cli.text_files import UnreadableFile, read_text_file
@@ -46,7 +47,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "broker": (
         *("+subscribe", "+unsubscribe", "+publish", "+hmget", "+pubsub|numsub", "+pubsub|channels"),
-        *("+eval", "+hset", "+hdel", "+del", "+pexpire", "+xadd", "+xrange"),
+        *("+eval", "+hset", "+hdel", "+del", "+pexpire", "+xadd", "+xrange", "+get", "+set"),
         *("+time", "+hget", "+hgetall", "+hlen", "+hscan", "+zadd", "+zrem", "+zscore", "+zrangebyscore"),
     ),
     "coordinator": ("+subscribe", "+publish", "+set", "+get", "+pexpire", "+del", "+pubsub|numsub"),
@@ -173,7 +174,7 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
             return _broker_rights(channels)
         case "coordinator":
             return Rights(
-                keys_written=(names.COORDINATOR_LEASE_KEY,),
+                keys_written=(names.COORDINATOR_LEASE_KEY, names.COORDINATOR_ORDERS_KEY),
                 listens=(names.COORDINATOR_CHANNEL, names.OPERATOR_EDGE_CHANNEL),
                 speaks=(names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.OPERATOR_INBOX_PREFIX + b"*"),
             )
@@ -215,7 +216,7 @@ def _broker_rights(channels: Sequence[bytes]) -> Rights:
     client = _client_rights([*channels, LOG_CHANNEL_PREFIX + b"*"])
     return Rights(
         client.keys_read,
-        (LOG_PREFIX + b"*",),
+        (LOG_PREFIX + b"*", POSITION_PREFIX + b"*"),
         client.both,
         (*client.listens, names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.OPERATOR_EDGE_CHANNEL),
         (*client.speaks, names.COORDINATOR_CHANNEL, names.OPERATOR_INBOX_PREFIX + b"*"),

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from dynamoth.edge.control import parse_location
 from dynamoth.edge.log import LogOptions
 from dynamoth.errors import ConfigError
 from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
@@ -65,6 +66,7 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
         **values_of(SessionSettings, broker),
         id=broker.id,
         url=_url(loaded),
+        location=_location(loaded),
         control={server.id: server.url for server in servers},
         logs={id_: address.url() for id_, address in logs.items()},
         history=history,
@@ -107,6 +109,14 @@ def _url(loaded: LoadedConfig) -> str:
         return ""
     host = f"[{broker.host}]" if ":" in broker.host else broker.host
     return f"{'wss' if broker.tls_cert_file else 'ws'}://{host}:{broker.port}{PATH}"
+
+
+def _location(loaded: LoadedConfig) -> tuple[float, float] | None:
+    location = loaded.config.broker.location
+    try:
+        return parse_location(location) if location else None
+    except ValueError as error:
+        raise ConfigError(f"broker.location: {error} (from {loaded.places['broker.location']})") from error
 
 
 def _check_url(loaded: LoadedConfig, key: str, url: str) -> None:

@@ -6,10 +6,11 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dynamoth.errors import RequestRefused
+from dynamoth.errors import RequestRefused, printable
 from dynamoth_cli.cluster_access import Access, access_of, add_access
 from dynamoth_cli.edge_admin import COORDINATORS, EVERYBODY, EdgeAnswers, ask_edge
 from dynamoth_cli.numbers import counted, number
@@ -38,6 +39,9 @@ def add_orders(parser: argparse.ArgumentParser) -> None:
     every["drain"].add_argument(
         "--rate", type=_rate, default=RATE_PER_S, metavar="N", help="users asked per second (default %(default)g)"
     )
+    every["drain"].add_argument(
+        "--force", action="store_true", help="drain it although no other broker takes users: those it has stay"
+    )
     for name in ("move", "pin", "unpin"):
         every[name].add_argument(
             "session", metavar="SESSION", help="the session, with a token SESSION@USER: its name as the client chose it"
@@ -59,6 +63,8 @@ def run_order(arguments: argparse.Namespace) -> int:
     """Carry out a command. Raises RequestRefused where a broker refuses."""
     access = access_of(arguments)
     result, lines = asyncio.run(_ORDERS[arguments.action](access, arguments))
+    for warning in result.get("warnings", ()):
+        sys.stderr.write(f"dynamoth: {printable(warning)}\n")
     if arguments.json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
@@ -71,15 +77,34 @@ _Result = tuple[Mapping[str, Any], list[str]]
 
 async def _status(access: Access, arguments: argparse.Namespace) -> _Result:
     answers = await ask_edge(access.cluster, access.link, "status")
-    brokers = {each["broker"]: dict(each) for each in answers.results("broker")}
+    found = answers.results("broker")
+    brokers = {each["broker"]: dict(each) for each in found}
     coordinators = [dict(each) for each in answers.results("coordinator")]
     result = {
         "brokers": dict(sorted(brokers.items())),
         "coordinators": coordinators,
         "coordinator": next((each for each in coordinators if each["leading"]), None),
         "silent": answers.missing,
+        "ambiguous": _ambiguous(found),
+        "differing": _differing(found),
     }
     return result, list(describe_status(result))
+
+
+def _ambiguous(brokers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the ids that several brokers have."""
+    counts = Counter(each["broker"] for each in brokers)
+    return sorted(id_ for id_, count in counts.items() if count > 1)
+
+
+def _differing(brokers: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """Return the settings that all brokers need alike, and in which they differ: the brokers by hash, of each."""
+    found: dict[str, dict[str, list[str]]] = {"logs": {}, "history": {}}
+    for each in sorted(brokers, key=lambda each: str(each["broker"])):
+        for setting, by_hash in found.items():
+            if hashed := each.get(f"{setting}_hash"):  # older brokers do not say it
+                by_hash.setdefault(hashed, []).append(each["broker"])
+    return {setting: by_hash for setting, by_hash in found.items() if len(by_hash) > 1}
 
 
 def describe_status(status: Mapping[str, Any]) -> Iterator[str]:
@@ -105,24 +130,58 @@ def describe_status(status: Mapping[str, Any]) -> Iterator[str]:
         yield "no coordinator has the lease: nobody is moved by load" if waiting else NO_COORDINATOR
     if status["silent"]:
         yield f"{status['silent']} more did not answer"
+    for id_ in status["ambiguous"]:
+        yield f"warning: several brokers have the id {id_}: give each one of its own (--id, or broker.id)"
+    for setting, by_hash in status["differing"].items():
+        groups = " | ".join(", ".join(ids) for ids in by_hash.values())
+        yield f"warning: brokers differ in broker.{setting}: {groups}. All need the same, or users miss publications"
 
 
 async def _drain(access: Access, arguments: argparse.Namespace) -> _Result:
-    result = await _one(access, "drain", arguments.broker, {"rate": arguments.rate})
+    id_: str = arguments.broker
+    found = await _unambiguous(access, id_)
+    others = [each for each in found if each["broker"] != id_ and each["admitting"] and each["url"]]
+    warnings: list[str] = []
+    if not others:
+        why = f"no other broker takes users: those of {id_} stay there, and newcomers find no broker"
+        if not arguments.force:
+            raise RequestRefused(f"{why}. Start another broker, or undrain one; --force drains {id_} all the same")
+        warnings.append(why)
+    result = await _one(access, "drain", id_, {"rate": arguments.rate, "force": arguments.force})
     users = counted(result["sessions"], "user")
-    return result, [f"{arguments.broker} is being drained: {users} to move; 'dynamoth broker status' shows how many"]
+    return {**result, "warnings": warnings}, [
+        f"{id_} is being drained: {users} to move; 'dynamoth broker status' shows how many"
+    ]
 
 
 async def _undrain(access: Access, arguments: argparse.Namespace) -> _Result:
+    await _unambiguous(access, arguments.broker)
     result = await _one(access, "undrain", arguments.broker, {})
     return result, [f"{arguments.broker} takes users"]
+
+
+async def _unambiguous(access: Access, broker: str) -> list[Mapping[str, Any]]:
+    """Return what all brokers say of themselves. Raises RequestRefused where several have this id."""
+    found = (await ask_edge(access.cluster, access.link, "status")).results("broker")
+    _check_one(broker, [each for each in found if each["broker"] == broker])
+    return found
+
+
+def _check_one(broker: str, found: Sequence[Mapping[str, Any]]) -> None:
+    if len(found) > 1:
+        urls = ", ".join(sorted(str(each["url"] or "no URL") for each in found))
+        raise RequestRefused(
+            f"{len(found)} brokers have the id {broker} ({urls}): give each one of its own (--id, or broker.id), and"
+            " restart it"
+        )
 
 
 async def _one(access: Access, command: str, broker: str, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
     answers = await ask_edge(access.cluster, access.link, command, broker, wanted)
     _raise_refusal(answers)
-    [result] = answers.results("broker")
-    return result
+    found = answers.results("broker")
+    _check_one(broker, found)
+    return found[0]
 
 
 def _raise_refusal(answers: EdgeAnswers) -> None:
@@ -155,12 +214,20 @@ async def _explain(access: Access, arguments: argparse.Namespace) -> _Result:
     return explanation, list(describe_explanation(result["leading"], explanation))
 
 
-async def _coordinator(access: Access, command: str, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _coordinator(
+    access: Access, command: str, wanted: Mapping[str, Any], *, must_act: bool = False
+) -> Mapping[str, Any]:
     """Ask all coordinators; return the answer of the one that acts, else of any."""
     answers = await ask_edge(access.cluster, access.link, command, COORDINATORS, wanted)
     _raise_refusal(answers)
     found = answers.results("coordinator")
-    return next((each for each in found if each["leading"]), found[0])
+    leading = next((each for each in found if each["leading"]), None)
+    if leading is None and must_act:
+        raise RequestRefused(
+            "no coordinator acts now, so nothing was changed: try again when 'dynamoth broker status' shows one that"
+            " does (it needs the lease at most servers)"
+        )
+    return leading or found[0]
 
 
 def describe_explanation(is_leading: bool, explanation: Mapping[str, Any]) -> Iterator[str]:
@@ -182,7 +249,7 @@ def describe_explanation(is_leading: bool, explanation: Mapping[str, Any]) -> It
 
 async def _order(access: Access, arguments: argparse.Namespace) -> _Result:
     wanted = {"session": arguments.session} if hasattr(arguments, "session") else {}
-    result = await _coordinator(access, arguments.action, wanted)
+    result = await _coordinator(access, arguments.action, wanted, must_act=True)
     words = {
         "pause": "users are not moved by load",
         "resume": "users are moved by load",

@@ -8,8 +8,8 @@ from dynamoth.errors import ConfigError
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import HttpSettings, MigrationSettings
-from dynamoth_broker.coordinator.machine import CoordinatorOptions
 from dynamoth_broker.coordinator.relieve import Scheme
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
 from dynamoth_broker.process.coordinator import CoordinatorConfig, process_name
 from dynamoth_broker.process.coordinator import run as run_coordinator
 from dynamoth_cli.settings import add_settings, cluster_servers, link_options, run_daemon

@@ -22,12 +22,14 @@ from dynamoth_broker.events import (
     LogLinkChanged,
     MessagePublished,
     MoveSession,
+    Noted,
     Opened,
     Overflowed,
     Publications,
     PublishMessage,
     RaiseBarrier,
     Received,
+    Stopped,
     SubscribeChannel,
     Transmit,
     UnsubscribeChannel,
@@ -41,11 +43,12 @@ from dynamoth_client.machines.subscriber import events as subscriber
 from dynamoth_client.machines.subscriber.events import SubscriberOptions
 from dynamoth_client.machines.subscriber.machine import SubscriberMachine
 from dynamoth_sim.cluster import Cluster
+from dynamoth_sim.edge.users import USER
 from dynamoth_sim.edge.wires import Wire, WireFrame
 from dynamoth_sim.load.clients import HeaderRead, HeaderReader
 from dynamoth_sim.world.process import Process
 
-ANYTHING = Grant(publish=("*",))
+ANYTHING = Grant(USER, publish=("*",))
 
 
 class BrokerApp:
@@ -201,7 +204,7 @@ class BrokerApp:
                 number = next(self._numbers)
                 self._tokens[number] = token
                 self._publisher.handle(Publish(number, channel, payload))
-            case LogLinkChanged() | ControlLinkChanged():
+            case Stopped() | LogLinkChanged() | ControlLinkChanged() | Noted():
                 pass
             case _:
                 raise AssertionError(f"not an action of a broker: {action!r}")

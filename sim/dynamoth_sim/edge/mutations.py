@@ -1,6 +1,6 @@
 """Brokers, logs and Dynamoth clients with one remedy switched off, and the scenario that must fail then.
 
-``mutations_of_users`` has those of the end user's client.
+``mutations_of_users`` has those of the end user's client, ``mutations_of_positions`` those of stored positions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dynamoth.edge.frames import Bye, Gap, PublishRequest, Wanted
 from dynamoth.edge.log import LogPage, append_command, read_command
 from dynamoth.edge.publications import LoggedPublication, pack_publication, unpack_publication
 from dynamoth_broker import delivery
+from dynamoth_broker.control import Control
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import Broadcast, PublishMessage, SubscribeChannel, Transmit, UnsubscribeChannel
 from dynamoth_broker.interests import Phase, SharedInterest
@@ -25,9 +26,11 @@ from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.moves import DRAIN_INTERVAL_S, Moves
 from dynamoth_broker.sessions import Session, Stage, Subscription
 from dynamoth_broker.subscribing import Subscribing
+from dynamoth_broker.tips import TipChecks
 from dynamoth_broker.users import Users
 from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import BarrierPassed
+from dynamoth_sim.edge.mutations_of_positions import CHECKS_OF_POSITIONS
 from dynamoth_sim.edge.mutations_of_presence import CHECKS_OF_PRESENCE
 from dynamoth_sim.edge.mutations_of_users import CHECKS_OF_USERS
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
@@ -167,6 +170,11 @@ def slow_users_stay_live() -> AbstractContextManager[None]:
     return replaced(Delivery, pause=nothing)
 
 
+def bursts_have_no_bound() -> AbstractContextManager[None]:
+    """A broker sends a user who is behind whatever a page has."""
+    return replaced(Delivery, _has_room=lambda self, session, now: True)
+
+
 def slow_users_join() -> AbstractContextManager[None]:
     """A broker sends all of an interest to a user who subscribes while it does not read."""
     go_live = Delivery._go_live
@@ -207,7 +215,7 @@ def holes_are_ignored() -> AbstractContextManager[None]:
 
 def tips_are_not_compared() -> AbstractContextManager[None]:
     """A broker never looks whether a log has more than it has got."""
-    return replaced(BrokerMachine, _check_tips=no_actions)
+    return replaced(TipChecks, _check=no_actions)
 
 
 def gaps_of_channels_are_ignored() -> AbstractContextManager[None]:
@@ -296,6 +304,16 @@ def generations_are_ignored() -> AbstractContextManager[None]:
     return replaced(Users, _why_not_admitted=admit)
 
 
+def tickets_are_ignored() -> AbstractContextManager[None]:
+    """A busy broker takes nobody."""
+    return replaced(Control, is_ticket=lambda self, session, ticket: False)
+
+
+def everybody_is_taken() -> AbstractContextManager[None]:
+    """A busy broker takes newcomers as well."""
+    return replaced(Control, is_ticket=lambda self, session, ticket: True)
+
+
 def pongs_are_not_awaited() -> AbstractContextManager[None]:
     """A broker keeps a connection whose user does not answer."""
     keep_alive = Users._keep_alive
@@ -375,6 +393,7 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-reader-stops", slow_users_stay_live, "expected"),
     Check("edge-reader-stops", slow_users_are_forgotten, "expected"),
     Check("edge-reader-stops", slow_users_are_not_warned, "G5"),
+    Check("edge-reader-stops-again", bursts_have_no_bound, "expected"),
     Check("edge-hole-on-the-channel", holes_are_ignored, "expected"),
     Check("edge-publisher-dies", tips_are_not_compared, "expected"),
     Check("edge-gap-of-the-channel", gaps_of_channels_are_ignored, "expected"),
@@ -386,6 +405,8 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-zombie-writer", executions_are_not_numbered, "expected"),
     Check("edge-broker-dies-publishing", published_before_appended, "G1"),
     Check("edge-late-connect", generations_are_ignored, "B1"),
+    Check("edge-busy-broker", tickets_are_ignored, "expected"),
+    Check("edge-busy-broker", everybody_is_taken, "expected"),
     Check("edge-silent-connection", pongs_are_not_awaited, "expected"),
     Check("edge-silent-connection", nobody_is_pinged, "expected"),
     Check("edge-old-broker-is-late", bye_at_once, "expected"),
@@ -395,5 +416,6 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-drained", users_are_asked_once, "expected"),
     *CHECKS_OF_PRESENCE,
     *CHECKS_OF_USERS,
+    *CHECKS_OF_POSITIONS,
 )
 """Every mutation of the edge, with the scenario that must fail under it."""

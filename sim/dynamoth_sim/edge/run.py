@@ -78,7 +78,9 @@ EDGE_PROFILES = {
     profile.name: profile
     for profile in (
         EdgeProfile(name="edge-calm", moves_channels=False),
-        EdgeProfile(name="edge-moves", faults=(*PLANNED, "pause broker", "pause user"), edge=PATIENT),
+        EdgeProfile(
+            name="edge-moves", faults=(*PLANNED, "pause broker", "pause user"), edge=replace(PATIENT, stored_users=2)
+        ),
         EdgeProfile(
             name="edge-balanced",
             faults=(*PLANNED, *COORDINATOR_FAULTS, "pause broker", "pause user"),
@@ -100,7 +102,13 @@ EDGE_PROFILES = {
             name="edge-crashes",
             faults=(*PLANNED, *CRASHES, "slow user", "pause broker", "pause user", "lose publication"),
             losses_allowed=True,
-            edge=EdgeOptions(unread_max=100),
+            edge=EdgeOptions(unread_max=100, stored_users=3),
+        ),
+        EdgeProfile(
+            name="edge-stored",
+            faults=(*PLANNED, *CRASHES, *("crash user",) * 8, "slow user"),
+            losses_allowed=True,
+            edge=EdgeOptions(unread_max=100, stored_users=USERS),
         ),
         EdgeProfile(
             name="edge-logs",
@@ -112,7 +120,7 @@ EDGE_PROFILES = {
             name="edge-retention",
             faults=(*PLANNED, *CRASHES),
             losses_allowed=True,
-            edge=EdgeOptions(logs_may_fail=True, retained_min=8),
+            edge=EdgeOptions(logs_may_fail=True, retained_min=8, stored_users=2),
         ),
         EdgeProfile(
             name="edge-presence",
@@ -266,7 +274,7 @@ class EdgeChaos:
         if missing and user.process is not None and not user.process.paused:
             interest = self._random.choice(missing)
             user.interests.append(interest)
-            user.process.handle(user.wanted(interest))
+            user.subscribe(interest)
 
     def _leave(self) -> None:
         user = self._random.choice(self._edge.users)
@@ -434,7 +442,8 @@ class _Workload:
         every = [*edge.logged, *edge.live]
         for number in range(USERS):
             interests = random.sample(every, random.randint(1, len(every)))
-            user = edge.add_user(f"u{number}", interests)
+            is_stored = number < edge.options.stored_users
+            user = edge.add_user(f"u{number}", interests, is_stored=is_stored)
             if edge.options.presence:
                 user.present.update(random.sample(edge.options.presence, random.randint(1, len(edge.options.presence))))
                 interests.append(presence_interest(random.choice(edge.options.presence)))

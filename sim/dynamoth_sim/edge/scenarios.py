@@ -6,10 +6,14 @@ offset. "Soon" is ``AT_ONCE_S``: longer than anything takes here that is not hel
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
+from dynamoth_broker.events import ChannelGap
+from dynamoth_broker.interests import FRAME_BYTES
 from dynamoth_sim.edge.scenarios_of_logs import BACKLOG, OF_LOGS
 from dynamoth_sim.edge.scenarios_of_moves import MOVING
+from dynamoth_sim.edge.scenarios_of_positions import OF_POSITIONS
 from dynamoth_sim.edge.scenarios_of_presence import OF_PRESENCE
 from dynamoth_sim.edge.stage import AT_ONCE_S, NEVER_S, SELDOM_CHECKED, EdgeScenario, EdgeStage
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions
@@ -19,7 +23,19 @@ FEW = 5
 """Frames that a broker sends to a full connection, too: pings and gaps."""
 
 
+LONG = 100
+"""Publications that fit in one page."""
+
+BURST = 10
+"""Frames that a user who is behind is sent at once."""
+
 SMALL_BUFFERS = EdgeOptions(unread_max=UNREAD_MAX)
+LONG_PAGES = EdgeOptions(
+    logged=("log1", "log2", "log3", "log4"),
+    unread_max=UNREAD_MAX,
+    broker=replace(SHORT_BROKER_OPTIONS, tip_check_s=NEVER_S, page_entries=LONG, burst_bytes=BURST * FRAME_BYTES),
+)
+"""Brokers that read everything at once, and send it bit by bit."""
 ONE_BROKER = EdgeOptions(brokers=1)
 OFTEN_CHECKED = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, tip_check_s=0.1))
 LINGERING = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, linger_s=2.0, tip_check_s=NEVER_S))
@@ -104,7 +120,10 @@ def joined_again(stage: EdgeStage) -> None:
     """U subscribes to an interest that b1 is leaving, while an answer of its log is still under way."""
     first, interest = stage.edge.logged[0], stage.edge.logged[2]
     user = stage.user("U", first, interest)
+    process = stage.broker("b1").broker
+    assert process is not None
     with stage.log_held("b1", interest, to_server=False):
+        process.handle(ChannelGap(interest.log_channel, None, "a link was lost"))
         user.leave(interest)
         stage.run(SHORT_BROKER_OPTIONS.linger_s + 0.001)
         stage.join_user(user, interest)
@@ -162,6 +181,28 @@ def reader_stops(stage: EdgeStage) -> None:
     stage.run(AT_ONCE_S)
     stage.expect_received(user, logged, 2 * UNREAD_MAX)
     stage.expect_user_gaps(1, live)
+
+
+def reader_stops_again(stage: EdgeStage) -> None:
+    """U is behind with two interests, reads for a moment, and stops: b1 has read the logs, and sends a bit of them."""
+    first, *others = stage.edge.logged
+    at_one_server = [first, next(each for each in others if stage.log_of(each) is stage.log_of(first))]
+    user = stage.user("U", *at_one_server)
+    with ExitStack() as until_read:
+        with ExitStack() as until_stopped:
+            with stage.not_reading(user):
+                stage.publish_logged(first, UNREAD_MAX + 1)
+                for interest in at_one_server:
+                    stage.append(interest, LONG)
+                    stage.publish_logged(interest)
+                until_stopped.enter_context(stage.log_held("b1", first, to_server=False))
+            stage.run(AT_ONCE_S)
+            wire = until_read.enter_context(stage.not_reading(user))
+        stage.run(AT_ONCE_S)
+        bound = UNREAD_MAX + BURST + FEW
+        stage.expect(f"at most {bound} frames wait for U, not {wire.unread}", wire.unread <= bound)
+    stage.run(2 * AT_ONCE_S)
+    stage.expect_received(user, first, UNREAD_MAX + 1 + LONG + 1)
 
 
 def subscribes_without_reading(stage: EdgeStage) -> None:
@@ -304,6 +345,7 @@ EDGE_SCENARIOS: dict[str, EdgeScenario] = {
     "edge-published-while-opening": EdgeScenario(published_while_opening, edge=SELDOM_CHECKED),
     "edge-publisher-dies": EdgeScenario(publisher_dies),
     "edge-reader-stops": EdgeScenario(reader_stops, edge=SMALL_BUFFERS, losses_allowed=True),
+    "edge-reader-stops-again": EdgeScenario(reader_stops_again, edge=LONG_PAGES),
     "edge-refused-by-redis": EdgeScenario(refused_by_redis, edge=LINGERING),
     "edge-shared": EdgeScenario(shared),
     "edge-silent-connection": EdgeScenario(silent_connection),
@@ -311,6 +353,7 @@ EDGE_SCENARIOS: dict[str, EdgeScenario] = {
     "edge-tip-after-confirmation": EdgeScenario(tip_after_confirmation, edge=SELDOM_CHECKED),
     **OF_LOGS,
     **MOVING,
+    **OF_POSITIONS,
     **OF_PRESENCE,
 }
 """Every scenario by its name."""

@@ -12,11 +12,18 @@ from dynamoth.plan.plan import Phase
 from dynamoth.protocol.control import RouteNotice
 from dynamoth_broker.events import Drain
 from dynamoth_sim.edge.stage import AT_ONCE_S, EdgeScenario, EdgeStage
-from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions
+from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, SHORT_COORDINATOR_OPTIONS, EdgeOptions
 from dynamoth_sim.scenarios.stage import control_in
 
 PATIENT = EdgeOptions(broker=replace(SHORT_BROKER_OPTIONS, grace_s=5.0))
 """Brokers that wait for their barriers longer than a link is down here."""
+
+BUSY = EdgeOptions(
+    coordinators=1,
+    coordinator=replace(SHORT_COORDINATOR_OPTIONS, dry_run=True),
+    broker=replace(SHORT_BROKER_OPTIONS, report_s=0.05, capacity_bytes_per_s=100, ratio_accept=0.5),
+)
+"""Brokers that little traffic fills, and a coordinator that moves nobody."""
 
 UNREAD_MAX = 10
 SMALL_BUFFERS = replace(PATIENT, unread_max=UNREAD_MAX)
@@ -241,8 +248,30 @@ def drained(stage: EdgeStage) -> None:
     stage.publish_logged(logged)
 
 
+def busy_broker(stage: EdgeStage) -> None:
+    """b2 has as much traffic as it takes: a newcomer, W, is sent elsewhere; U, who is asked to move there, is taken."""
+    logged, live = stage.edge.logged[0], stage.edge.live[0]
+    for coordinator in stage.edge.coordinators:
+        coordinator.start()
+    user = stage.user("U", logged)
+    stage.user("V", live, at="b2")
+    publisher = stage.publisher("P", live.name.encode())
+    stage.publish(publisher, live.name.encode(), times=100)
+    control = stage.broker("b2").machine.control
+    stage.wait("b2 is busy", lambda: control.traffic_ratio > stage.edge.options.broker.ratio_accept)
+    newcomer = stage.edge.add_user("W", [logged], "b2")
+    newcomer.start()
+    stage.wait_served(newcomer)
+    stage.expect("W is not at b2", not stage.is_served(newcomer, "b2"))
+    stage.move_user(user, "b2")
+    stage.publish_logged(logged)
+    stage.run(AT_ONCE_S)
+    stage.expect("b2 is still busy", control.traffic_ratio > stage.edge.options.broker.ratio_accept)
+
+
 MOVING: dict[str, EdgeScenario] = {
     "edge-both-brokers-deliver": EdgeScenario(both_brokers_deliver),
+    "edge-busy-broker": EdgeScenario(busy_broker, edge=BUSY),
     "edge-channel-moves-first": EdgeScenario(channel_moves_first, edge=PATIENT),
     "edge-drained": EdgeScenario(drained),
     "edge-first-target-is-gone": EdgeScenario(first_target_is_gone),

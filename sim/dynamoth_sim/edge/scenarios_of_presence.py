@@ -12,7 +12,7 @@ from dynamoth.edge.interests import Interest, presence_interest
 from dynamoth.edge.log import log_server
 from dynamoth.edge.presence import member_id
 from dynamoth_sim.edge.stage import AT_ONCE_S, SELDOM_CHECKED, EdgeScenario, EdgeStage
-from dynamoth_sim.edge.users import UserApp
+from dynamoth_sim.edge.users import USER, UserApp
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS
 
 CHANNEL = "ch0"
@@ -58,7 +58,7 @@ def _end(how: Callable[[], None], user: UserApp) -> None:
 def _expect(stage: EdgeStage, watcher: UserApp, *changes: tuple[str, str]) -> None:
     """Note a failure unless W has seen these changes, and no others: what happened, and the user's name."""
     seen = watcher.changes
-    wanted = [(kind, member_id("", name)) for kind, name in changes]
+    wanted = [(kind, member_id(USER, name)) for kind, name in changes]
     text = ", ".join(" ".join(change) for change in changes)
     stage.expect(f"{watcher.name} sees {text or 'no change'}, not {seen}", seen == wanted)
 
@@ -190,7 +190,7 @@ def log_restarts(stage: EdgeStage) -> None:
     stage.run(AT_ONCE_S)
     stage.edge.restart_log(stage.log_of(ROOM), None)
     stage.run(3 * TTL_S)
-    stage.expect("W knows U", set(watcher.rosters[CHANNEL]) == {member_id("", "U")})
+    stage.expect("W knows U", set(watcher.rosters[CHANNEL]) == {member_id(USER, "U")})
 
 
 def joins_while_asked(stage: EdgeStage) -> None:
@@ -205,7 +205,7 @@ def joins_while_asked(stage: EdgeStage) -> None:
             _member(stage, name)
             stage.run(AT_ONCE_S)
         stage.run(AT_ONCE_S)
-        expected = {member_id("", each.name) for each in stage.edge.users if CHANNEL in each.present}
+        expected = {member_id(USER, each.name) for each in stage.edge.users if CHANNEL in each.present}
         stage.expect(f"X{name} knows all", set(watcher.rosters.get(CHANNEL, ())) == expected)
 
 

@@ -83,18 +83,17 @@ class EdgeStage(Stage):
         """Return a broker by its name."""
         return self.edge.brokers[f"wss://{name}"]
 
-    def user(self, name: str, *interests: Interest, at: str = "b1") -> UserApp:
+    def user(self, name: str, *interests: Interest, at: str = "b1", is_stored: bool = False) -> UserApp:
         """Start a user at a broker, and wait until all subscriptions are confirmed."""
-        user = self.edge.add_user(name, list(interests), at)
+        user = self.edge.add_user(name, list(interests), at, is_stored=is_stored)
         user.start()
         self.wait_served(user, at)
         return user
 
     def join_user(self, user: UserApp, interest: Interest) -> None:
         """Let a user subscribe to one more interest."""
-        assert user.process is not None
         user.interests.append(interest)
-        user.process.handle(user.wanted(interest))
+        user.subscribe(interest)
 
     def wait_served(self, user: UserApp, by: str | None = None) -> None:
         """Wait until a broker serves a user with everything."""
@@ -256,6 +255,22 @@ class EdgeStage(Stage):
         """Note a failure unless the application of a user has handled this many publications."""
         delivered = self.delivered(user)
         self.expect(f"{user.name} has {count} publications, not {delivered}", delivered == count)
+
+    def stored_offset(self, user: UserApp, interest: Interest) -> int:
+        """Return the offset that the log server has stored for a user; -1 for none."""
+        position = self.edge.stored_position(user.name, interest)
+        return -1 if position is None else position.offset
+
+    def expect_stored(self, user: UserApp, interest: Interest, offset: int) -> None:
+        """Note a failure unless the log server has this offset for a user."""
+        stored = self.stored_offset(user, interest)
+        self.expect(f"{offset} is stored for {user.name}, not {stored}", stored == offset, interest.name.encode())
+
+    def restart_user(self, user: UserApp) -> None:
+        """Start a user who has crashed, and wait until it is served and has all that was published."""
+        user.start()
+        self.wait_served(user)
+        self.run(AT_ONCE_S)
 
     def expect_user_gaps(self, count: int, interest: Interest) -> None:
         """Note a failure unless the applications of users got this many gaps of an interest and its kind."""

@@ -42,6 +42,9 @@ from dynamoth_user.machine.events import (
 )
 from dynamoth_user.machine.machine import UserMachine
 
+USER = "user"
+"""The user whom all tokens name; sessions differ."""
+
 HANDLE_S_MAX = 0.01
 """The longest time that an application takes for one publication."""
 
@@ -63,28 +66,43 @@ class Edge(Protocol):
         """Return the audit for an interest."""
         ...
 
+    def stored_position(self, session: str, interest: Interest) -> Position | None:
+        """Return the position that the log server has for a session."""
+        ...
+
 
 class UserApp:
     """One end user: an application with a store for its positions, which outlives it.
+
+    If it *is stored*, brokers have this store, and a new process has nothing but the name of its session.
 
     Args:
         edge: where brokers are.
         options: of the client; its session and generation are replaced.
         interests: what it subscribes to.
+        is_stored: whether its subscriptions to logged interests are stored.
 
     """
 
-    def __init__(self, edge: Edge, name: str, options: UserOptions, interests: list[Interest]) -> None:
+    def __init__(
+        self, edge: Edge, name: str, options: UserOptions, interests: list[Interest], *, is_stored: bool = False
+    ) -> None:
         self.edge = edge
         self.world = edge.world
         self.name = name
         self._options = options
         self.interests = interests
+        self.is_stored = is_stored
         self.process: Process | None = None
         self.wires: dict[int, Wire] = {}
         #: What survives a crash: positions of logged interests that were handled, and the generation.
         self._stored: dict[str, Position] = {}
         self._generation = 0
+        #: What it had handled when it died or left last, and what brokers had stored at the last look. How much came
+        #: again since.
+        self._handled_before: dict[str, Position] = {}
+        self._stored_before: dict[str, Position] = {}
+        self.repeated = 0
         self._queue: deque[Deliver | DeliverGap] = deque()
         self._is_handling = False
         #: How often it was started.
@@ -129,12 +147,18 @@ class UserApp:
         )
         self.process.start()
         for interest in self.interests:
-            self.process.handle(self.wanted(interest))
+            self.subscribe(interest)
 
-    def wanted(self, interest: Interest) -> AddSubscription:
-        """Return how the application subscribes to an interest."""
+    def subscribe(self, interest: Interest) -> None:
+        """Subscribe to one of its interests."""
+        assert self.process is not None
+        is_stored = self._is_stored(interest)
+        since = None if is_stored else self._stored.get(interest.id)
         is_present = interest.kind == "channel" and interest.name in self.present
-        return AddSubscription(interest, self._stored.get(interest.id), is_present)
+        self.process.handle(AddSubscription(interest, since, is_stored, is_present))
+
+    def _is_stored(self, interest: Interest) -> bool:
+        return self.is_stored and interest.kind == "channel" and self.edge.is_logged(interest)
 
     def crash(self) -> None:
         """End at once. Positions that were handled stay; what it had of live interests is lost."""
@@ -172,8 +196,39 @@ class UserApp:
         self.confirmed.clear()
         now = self.world.now
         for interest in self.interests:
+            self._note_end(interest)
             if interest.id not in self._stored and interest.kind == "channel":
                 self.edge.audit_of(interest).ended(self._subscriber(interest), interest.name.encode(), now)
+
+    def _note_end(self, interest: Interest) -> None:
+        if not self._is_stored(interest):
+            return
+        self._look_at_stored(interest)
+        handled = self._stored.get(interest.id)
+        if handled is not None:
+            self._handled_before[interest.id] = handled
+
+    def _look_at_stored(self, interest: Interest) -> None:
+        """Note what brokers have stored, and check that it has not moved back."""
+        before, stored = self._stored_before.get(interest.id), self.edge.stored_position(self.name, interest)
+        if stored is None:
+            return
+        if before is not None and stored.epoch == before.epoch and stored.offset < before.offset:
+            self.problems.append(f"{stored} is stored for {self.name} on {interest.name} in place of {before}")
+        self._stored_before[interest.id] = stored
+
+    def _check_beginning(self, interest: Interest, position: Position) -> None:
+        """Check that a new process does not begin before what was stored."""
+        stored = self._stored_before.get(interest.id)
+        if stored is not None and stored.epoch == position.epoch and position.offset < stored.offset:
+            self.problems.append(f"{self.name} begins {interest.name} at {position}, though {stored} was stored")
+
+    def _is_repeated(self, interest: Interest, position: Position | None) -> bool:
+        """Tell whether a former process has handled a publication, without a stored acknowledgement."""
+        before = self._handled_before.get(interest.id)
+        if before is None or position is None:
+            return False
+        return before.epoch == position.epoch and position.offset <= before.offset
 
     def _subscriber(self, interest: Interest) -> str:
         """Return the audit's name: what a new life gets of live interests, it has never had."""
@@ -184,6 +239,7 @@ class UserApp:
         assert self.process is not None
         self.interests.remove(interest)
         self.confirmed.pop(interest.id, None)
+        self._note_end(interest)
         self._stored.pop(interest.id, None)
         if interest.kind == "presence":
             self.rosters.pop(interest.name, None)
@@ -281,6 +337,7 @@ class UserApp:
             return
         if position is not None:
             self._stored.setdefault(interest.id, position)
+            self._check_beginning(interest, position)
         self._note("is confirmed", interest)
         self.edge.audit_of(interest).confirmed(self._subscriber(interest), interest.name.encode(), self.world.now)
 
@@ -312,7 +369,11 @@ class UserApp:
         item = self._queue.popleft()
         now, interest = self.world.now, item.interest
         channel, audit = interest.name.encode(), self.edge.audit_of(interest)
-        if isinstance(item, Deliver):
+        is_repeated = isinstance(item, Deliver) and self._is_repeated(interest, item.position)
+        if is_repeated:
+            self.repeated += 1
+            self._note(f"handles {item.position} again", interest)
+        elif isinstance(item, Deliver):
             publisher, number = read_payload(item.payload)
             self.world.trace.add((now, "DELIVERS", self.name, None, channel, item.payload, None))
             audit.delivered(self._subscriber(interest), channel, publisher, number, now)
@@ -320,8 +381,11 @@ class UserApp:
             self._note(f"GAP {item.first}-{item.last}: {item.reason}", interest)
             audit.gap(self._subscriber(interest), channel, None, None, now, item.reason)
         if item.position is not None:
-            self._stored[interest.id] = item.position
+            if not is_repeated:
+                self._stored[interest.id] = item.position
             self.process.handle(Handled(interest, item.position))
+            if self.is_stored:
+                self._look_at_stored(interest)
         self._handle_next()
 
     def _note(self, text: str, interest: Interest | None) -> None:

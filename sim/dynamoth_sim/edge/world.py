@@ -7,14 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from dynamoth.edge.interests import Interest, channel_interest, presence_interest
 from dynamoth.edge.log import LogOptions, log_server
+from dynamoth.edge.positions import parse_found, position_key
 from dynamoth.edge.presence import member_id, presence_keys
+from dynamoth.edge.publications import Position
 from dynamoth.plan.plan import Server
-from dynamoth_broker.coordinator.machine import CoordinatorMachine, CoordinatorOptions
+from dynamoth_broker.coordinator.machine import CoordinatorMachine
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
 from dynamoth_broker.events import BrokerOptions
 from dynamoth_sim.audit import Audit, Violation
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.edge.brokers import BrokerApp
-from dynamoth_sim.edge.users import UserApp
+from dynamoth_sim.edge.users import USER, UserApp
 from dynamoth_sim.edge.wires import Wire
 from dynamoth_sim.world.network import Delays
 from dynamoth_sim.world.process import Process
@@ -43,7 +46,7 @@ SHORT_BROKER_OPTIONS = BrokerOptions(
     slow_s_max=2.0,
     move_timeout_s=1.0,
     move_spread_s=0.1,
-    grace_s=1.0,
+    grace_s=2.0,  # more than a message is held after a loss, as in production
     presence_ttl_s=1.5,
     presence_grace_s=0.5,
 )
@@ -103,6 +106,8 @@ class EdgeOptions:
     #: Whether publications of logged interests may be lost, with a gap: where their servers fail.
     logs_may_fail: bool = False
     retained_min: int = 1000
+    #: Users of random worlds whose positions brokers keep.
+    stored_users: int = 0
     #: Frames that may wait for a user.
     unread_max: int = 1000
     broker: BrokerOptions = field(default_factory=lambda: SHORT_BROKER_OPTIONS)
@@ -146,7 +151,7 @@ class EdgeWorld:
         servers = [Server(server.id, server.url) for server in self.cluster.servers.values()]
 
         def make(incarnation: int) -> CoordinatorMachine:
-            return CoordinatorMachine(servers, incarnation, self.options.coordinator)
+            return CoordinatorMachine(servers, incarnation, self.options.coordinator, b"secret")
 
         return Process(self.world, self.cluster.network, name, make, lambda action: None)
 
@@ -165,13 +170,15 @@ class EdgeWorld:
             log=LogOptions(self.options.retained_min),
         )
 
-    def add_user(self, name: str, interests: list[Interest], first: str | None = None) -> UserApp:
+    def add_user(
+        self, name: str, interests: list[Interest], first: str | None = None, *, is_stored: bool = False
+    ) -> UserApp:
         """Add a user; the caller starts it. ``first`` is the broker that it tries first."""
         urls = list(self.brokers)
         self.world.random.shuffle(urls)
         if first is not None:
             urls = [f"wss://{first}", *(url for url in urls if url != f"wss://{first}")]
-        user = UserApp(self, name, replace(self.options.user, urls=tuple(urls)), interests)
+        user = UserApp(self, name, replace(self.options.user, urls=tuple(urls)), interests, is_stored=is_stored)
         self.users.append(user)
         return user
 
@@ -188,6 +195,12 @@ class EdgeWorld:
     def is_logged(self, interest: Interest) -> bool:
         """Return whether an interest has a log."""
         return interest.kind != "channel" or interest.name in self.options.logged
+
+    def stored_position(self, session: str, interest: Interest) -> Position | None:
+        """Return the position that the log server has for a session."""
+        server = self.logs[log_server(interest.id, tuple(self.logs))]
+        found = server.execute("audit", b"GET", position_key(interest.id, USER, session))
+        return None if found is None else parse_found([found, 0])[0]
 
     def delays(self) -> Delays:
         """Return the delays of one direction of a user's connection."""
@@ -217,7 +230,7 @@ class EdgeWorld:
     def present(self, channel: str) -> set[str]:
         """Return the members that a channel should have: present users whose application runs."""
         users = [user for user in self.users if user.is_alive and channel in user.present]
-        return {member_id("", each.name) for each in users if channel_interest(channel) in each.interests}
+        return {member_id(USER, each.name) for each in users if channel_interest(channel) in each.interests}
 
     def problems_of_presence(self) -> list[Violation]:
         """Return where the members that a log server has, or that a user sees, are not those who are connected."""
@@ -235,14 +248,10 @@ class EdgeWorld:
                     seen[user.name] = set(user.rosters.get(channel, {"nobody": ""}))
             for who, members in seen.items():
                 if members != present:
-                    names = {member_id("", user.name): user.name for user in self.users}
-                    text, wrong = (
-                        ", ".join(sorted(names.get(each, each) for each in members ^ present)),
-                        channel.encode(),
-                    )
-                    found.append(
-                        Violation("presence", f"{who} is wrong about {text} on {channel}", self.world.now, wrong)
-                    )
+                    names = {member_id(USER, user.name): user.name for user in self.users}
+                    wrong = ", ".join(sorted(names.get(each, each) for each in members ^ present))
+                    text = f"{who} is wrong about {wrong} on {channel}"
+                    found.append(Violation("presence", text, self.world.now, channel.encode()))
         return found
 
     def problems(self) -> list[Violation]:

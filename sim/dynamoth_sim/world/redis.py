@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from dynamoth.edge import log, presence
+from dynamoth.edge import log, positions, presence
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
@@ -270,13 +270,14 @@ class RedisServer:
         refusal = self.refuse(process, words)
         if refusal is not None or words[0] != b"EVAL":
             return refusal
-        is_write = log.is_script(words) or presence.is_script(words)
-        return self.refuse(process, [b"HSET"] if is_write else [*unfenced(words)])
+        return self.refuse(process, [b"HSET"] if _is_of_logs(words) else [*unfenced(words)])
 
     def execute(self, who: str, *words: bytes) -> Any:
         """Execute a command on keys for a process, or for somebody with redis-cli; return its reply."""
         if log.is_script(words):
             return log.evaluate(words, partial(self.execute, who))
+        if positions.is_script(words):
+            return positions.evaluate(words, partial(self.execute, who))
         if presence.is_script(words):
             return presence.evaluate(words, partial(self.execute, who))
         if words[0] == b"EVAL":
@@ -473,6 +474,10 @@ class RedisServer:
 
 
 _SUBSCRIBING = frozenset((b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBSCRIBE"))
+
+
+def _is_of_logs(words: Sequence[bytes]) -> bool:
+    return log.is_script(words) or positions.is_script(words) or presence.is_script(words)
 
 
 def _to_bytes(word: CommandPart) -> bytes:

@@ -331,7 +331,7 @@ test("a token is asked for once at a time, and not used after its end", () => {
 });
 
 test("the end clears all timers", () => {
-    const driver = logged();
+    const driver = logged({ stored: true });
     driver.data(1, 11);
     const cleared = only(driver.do("close"), "clear_timer").map(({ timer }) => timer);
     assert.deepEqual(cleared.sort(), ["ack", "save", "silence:1"]);
@@ -348,4 +348,54 @@ test("nothing happens after close", () => {
     assert.equal(save.state.positions["channel\nnews\n{}"].offset, 11);
     assert.deepEqual(driver.seen(), [11]);
     for (const timer of ["reconnect", "ack", "silence:1", "save"]) assert.deepEqual(driver.timer(timer), []);
+});
+
+const tokenUntil = (exp) => `e30.${btoa(JSON.stringify({ exp, sub: "é" })).replaceAll("=", "")}.c2ln`;
+
+test("the next refresh goes by the life of the present token, not of the longest one", () => {
+    const driver = new Driver({ has_token: true });
+    driver.do("start");
+    driver.do("token", { token: tokenUntil(5000) });
+    driver.open(1, { expires_in_s: 3600 });
+    assert.deepEqual(driver.delay("token"), [2520, 2880]);
+    driver.wait(3500);
+    driver.timer("token");
+    driver.do("token", { token: tokenUntil(5100) }); // It ends 200 s from now.
+    assert.deepEqual(driver.delay("token").map(Math.round), [140, 160]);
+    driver.timer("token");
+    driver.do("token", { token: tokenUntil(1) });
+    assert.deepEqual(driver.delay("token"), [1, 1]);
+    driver.timer("token");
+    driver.do("token", { token: "not readable" });
+    assert.deepEqual(driver.delay("token"), [2520, 2880]);
+    driver.close(1);
+    driver.timer("reconnect");
+    driver.open(2, { expires_in_s: 100 });
+    assert.deepEqual(driver.delay("token"), [70, 80]);
+    driver.timer("token");
+    driver.do("token", { token: "not readable" });
+    assert.deepEqual(driver.delay("token"), [70, 80]);
+});
+
+test("waiting says which broker did not serve, and why", () => {
+    const driver = new Driver();
+    driver.do("start");
+    const [state] = only(driver.do("closed", { conn: 1, code: 1013, reason: "full" }), "state");
+    assert.deepEqual([state.state, state.code, state.lost, state.reason], ["waiting", 1013, A, "full"]);
+});
+
+test("a refresh that is refused is a warning, and the next connection asks for another token", () => {
+    const driver = new Driver({ has_token: true });
+    driver.do("start");
+    driver.do("token", { token: "t1" });
+    driver.open(1, { expires_in_s: 100 });
+    driver.timer("token");
+    driver.do("token", { token: "t2" });
+    const refused = driver.frame(1, "error", { code: "token_refused", message: "the signature is wrong", retry: "never" });
+    assert.deepEqual(refused, [{ type: "warn", message: "token_refused: the signature is wrong" }]);
+    assert.equal(driver.machine.state, "connected");
+    driver.close(1);
+    assert.equal(only(driver.timer("reconnect"), "get_token").length, 1);
+    driver.do("token", { token: "t3" });
+    assert.equal(driver.open(2).token, "t3");
 });

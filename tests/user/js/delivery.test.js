@@ -3,6 +3,8 @@ import test from "node:test";
 
 import { Driver, EPOCH, LATER_EPOCH, frames, live, logged, only } from "./driver.js";
 
+const at = (offset) => ({ epoch: EPOCH, offset });
+
 test("publications are handed over in order", () => {
     const driver = logged();
     for (const offset of [11, 12, 13]) driver.data(1, offset);
@@ -37,7 +39,7 @@ test("a hole that reading again does not close is tried again after a while", ()
 });
 
 test("the next publication waits for the handler, and so do position, store and ack", () => {
-    const driver = logged();
+    const driver = logged({ stored: true });
     driver.finishes = false;
     driver.timer("save");
     driver.data(1, 11);
@@ -47,7 +49,7 @@ test("the next publication waits for the handler, and so do position, store and 
     assert.deepEqual(driver.machine.position(1), { epoch: EPOCH, offset: 10 });
 
     const handled = driver.do("handled", { sub: 1 });
-    assert.deepEqual(frames(handled, "ack"), [{ type: "ack", p: { S1: 11 } }]);
+    assert.deepEqual(frames(handled, "ack"), [{ type: "ack", p: { S1: at(11) } }]);
     assert.deepEqual(driver.machine.position(1), { epoch: EPOCH, offset: 11 });
     assert.deepEqual(driver.seen(), [11, 12]);
     const [{ state }] = only(driver.timer("save"), "save");
@@ -55,21 +57,21 @@ test("the next publication waits for the handler, and so do position, store and 
 });
 
 test("acks are at least ack_s apart, and carry the newest position", () => {
-    const driver = logged();
+    const driver = logged({ stored: true });
     assert.equal(frames(driver.data(1, 11), "ack").length, 1);
     assert.deepEqual(driver.delay("ack"), [1, 1]);
     assert.equal(frames([...driver.data(1, 12), ...driver.data(1, 13)], "ack").length, 0);
-    assert.deepEqual(frames(driver.timer("ack"), "ack"), [{ type: "ack", p: { S1: 13 } }]);
+    assert.deepEqual(frames(driver.timer("ack"), "ack"), [{ type: "ack", p: { S1: at(13) } }]);
     assert.deepEqual(frames(driver.timer("ack"), "ack"), []);
-    assert.deepEqual(frames(driver.data(1, 14), "ack"), [{ type: "ack", p: { S1: 14 } }]);
+    assert.deepEqual(frames(driver.data(1, 14), "ack"), [{ type: "ack", p: { S1: at(14) } }]);
 });
 
 test("a position that is due is acknowledged before the end", () => {
-    const driver = logged();
+    const driver = logged({ stored: true });
     driver.data(1, 11);
     driver.data(1, 12);
     const actions = driver.do("close");
-    assert.deepEqual(frames(actions, "ack"), [{ type: "ack", p: { S1: 12 } }]);
+    assert.deepEqual(frames(actions, "ack"), [{ type: "ack", p: { S1: at(12) } }]);
     assert.deepEqual(only(actions, "close"), [{ type: "close", conn: 1, code: 1000, reason: "" }]);
     assert.equal(driver.machine.state, "closed");
 });
@@ -277,21 +279,68 @@ test("frames of an epoch that no gap has announced are read again", () => {
 });
 
 test("only positions of the present epoch are acknowledged", () => {
-    const driver = logged({ positions: { "channel\nnews\n{}": { epoch: LATER_EPOCH, offset: 50 } } });
+    const driver = logged({ stored: true });
     driver.finishes = false;
-    driver.gap(1, { epoch: EPOCH, offset: 60 });
+    driver.data(1, 11);
+    driver.gap(1, { epoch: LATER_EPOCH, offset: 60 });
     driver.data(1, 61);
-    driver.subscribe(2, "sport");
+    driver.subscribe(2, "sport", undefined, { stored: true });
     driver.confirmLogged(1, 2, 5, { s: "S2" });
     driver.data(1, 6, "S2");
-    assert.deepEqual(frames(driver.do("handled", { sub: 2 }), "ack"), [{ type: "ack", p: { S2: 6 } }]);
+    driver.do("handled", { sub: 1 });
+    assert.deepEqual(frames(driver.do("handled", { sub: 2 }), "ack"), [{ type: "ack", p: { S2: at(6) } }]);
+    driver.do("handled", { sub: 1 });
+    const p = { S1: { epoch: LATER_EPOCH, offset: 60 } };
+    assert.deepEqual(frames(driver.timer("ack"), "ack"), [{ type: "ack", p }]);
 });
 
-test("a position that the broker was asked to begin at is not acknowledged", () => {
-    const driver = logged({ positions: { "channel\nnews\n{}": { epoch: EPOCH, offset: 10 } } });
-    driver.subscribe(2, "sport");
+test("only stored subscriptions are acknowledged", () => {
+    const driver = logged();
+    driver.subscribe(2, "sport", undefined, { stored: true });
     driver.confirmLogged(1, 2, 5, { s: "S2" });
-    assert.deepEqual(frames(driver.data(1, 6, "S2"), "ack"), [{ type: "ack", p: { S2: 6 } }]);
+    assert.deepEqual(frames(driver.data(1, 11), "ack"), []);
+    assert.deepEqual(frames(driver.data(1, 6, "S2"), "ack"), [{ type: "ack", p: { S2: at(6) } }]);
+});
+
+test("a stored subscription begins where brokers say, and goes on from what was received", () => {
+    const driver = new Driver({ positions: { "channel\nnews\n{}": { epoch: EPOCH, offset: 5 } } });
+    driver.do("start");
+    driver.subscribe(1, "news", undefined, { stored: true });
+    const [asked] = driver.open(1).subs;
+    assert.deepEqual([asked.since, asked.stored], ["stored", true]);
+    driver.confirmLogged(1, 1, 8);
+    driver.data(1, 9);
+    driver.close(1);
+    driver.timer("ack");
+    driver.timer("reconnect");
+    const [again] = driver.open(2).subs;
+    assert.deepEqual([again.since, again.stored], [at(9), true]);
+    const confirmed = driver.confirmLogged(2, 1, 9);
+    assert.deepEqual(frames(confirmed, "ack"), [{ type: "ack", p: { S1: at(9) } }]);
+});
+
+test("what was handled is acknowledged before the subscription ends", () => {
+    const driver = logged({ stored: true });
+    driver.data(1, 11);
+    driver.data(1, 12);
+    const sent = only(driver.do("unsubscribe", { sub: 1 }), "send").map(({ frame }) => frame);
+    assert.deepEqual(sent, [{ type: "ack", p: { S1: at(12) } }, { type: "unsubscribe", s: "S1" }]);
+});
+
+test("a stored subscription of which something is lost begins with a gap", () => {
+    const driver = new Driver();
+    driver.do("start");
+    driver.subscribe(1, "news", undefined, { stored: true });
+    driver.open(1);
+    driver.confirmLogged(1, 1, 8, { recovered: false });
+    driver.close(1);
+    driver.timer("reconnect");
+    assert.equal(driver.open(2).subs[0].since, "stored");
+    driver.confirmLogged(2, 1, 8, { recovered: false });
+    const acks = frames(driver.gap(2, { from: 6, to: 8, epoch: EPOCH, offset: 8 }), "ack");
+    assert.deepEqual(acks, [{ type: "ack", p: { S1: at(8) } }]);
+    driver.data(2, 9);
+    assert.deepEqual(driver.seen(), ["gap:trimmed", 9]);
 });
 
 test("asking for new publications forgets the stored position", () => {

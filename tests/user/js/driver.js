@@ -69,8 +69,8 @@ export class Driver {
         return this.do("frame", { conn, frame: { type, ...fields } });
     }
 
-    subscribe(sub, channel, since) {
-        return this.do("subscribe", { sub, channel, ...(since === undefined ? {} : { since }) });
+    subscribe(sub, channel, since, options = {}) {
+        return this.do("subscribe", { sub, channel, ...(since === undefined ? {} : { since }), ...options });
     }
 
     /** Open connection `conn` up to `connected`; returns the frame `connect`. */
@@ -123,10 +123,10 @@ export function only(actions, type) {
 }
 
 /** A driver that is connected, with a logged subscription 1 of "news" at offset 10. */
-export function logged(options) {
+export function logged({ stored, ...options } = {}) {
     const driver = new Driver(options);
     driver.do("start");
-    driver.subscribe(1, "news");
+    driver.subscribe(1, "news", undefined, stored ? { stored } : {});
     driver.open(1);
     driver.confirmLogged(1, 1, 10);
     return driver;

@@ -18,7 +18,7 @@ test("a move is begun at random within within_ms, with ticket and positions", ()
 });
 
 test("a whole migration of a logged interest: frames from both, each offset once", () => {
-    const driver = logged();
+    const driver = logged({ stored: true });
     overlap(driver);
     driver.data(1, 11);
     driver.data(2, 11);
@@ -29,7 +29,7 @@ test("a whole migration of a logged interest: frames from both, each offset once
     assert.deepEqual(driver.timer("move_deadline"), []);
     assert.deepEqual(left.filter(({ type }) => type === "send"), [
         { type: "send", conn: 1, frame: { type: "leave" } },
-        { type: "send", conn: 2, frame: { type: "ack", p: { S1: 12 } } },
+        { type: "send", conn: 2, frame: { type: "ack", p: { S1: { epoch: EPOCH, offset: 12 } } } },
     ]);
     driver.data(1, 13);
     driver.data(2, 13);

@@ -41,22 +41,28 @@ class FrameReceived:
 
 @dataclass(slots=True)
 class TokenReady:
-    """Event: the application has given the token that ``NeedToken`` has asked for."""
+    """Event: the application has given the token that ``NeedToken`` has asked for.
+
+    ``expires_at`` is its claim ``exp``, in seconds since 1970, where it can be read.
+    """
 
     number: int
     token: str | None
+    expires_at: float | None = None
 
 
 @dataclass(slots=True)
 class AddSubscription:
     """Event: the application subscribes. ``since`` None: to what is published from now on.
 
-    ``present``: others see that this session is on the channel.
+    If it is *stored*, brokers keep its position, and ``since`` None is that position. ``is_present``: others see that
+    this session is on the channel.
     """
 
     interest: Interest
     since: Position | None = None
-    present: bool = False
+    is_stored: bool = False
+    is_present: bool = False
 
 
 @dataclass(slots=True)
@@ -230,10 +236,23 @@ class Served:
 
 @dataclass(slots=True)
 class Interrupted:
-    """Action: no broker serves the session now; the client connects again in ``retry_s``. 0: it does so already."""
+    """Action: no broker serves the session now; the client connects again in ``retry_s``. 0: it does so already.
+
+    ``url`` is the broker's that has served the session, or was tried in vain.
+    """
 
     reason: str
     retry_s: float
+    url: str = ""
+
+
+@dataclass(slots=True)
+class Complained:
+    """Action: a broker has sent an error that ends nothing, such as a token that it has refused."""
+
+    code: str
+    message: str
+    url: str
 
 
 @dataclass(slots=True)
@@ -246,7 +265,7 @@ class Failed:
 
 UserAction = (
     OpenConnection | CloseConnection | SendFrame | NeedToken | Deliver | DeliverGap | MembersListed | MemberChanged
-    | Confirmed | Refused | PublishEnded | Served | Interrupted | Failed
+    | Confirmed | Refused | PublishEnded | Served | Interrupted | Complained | Failed
 )  # fmt: skip
 
 
@@ -279,3 +298,5 @@ class UserOptions:
     publishers_max: int = 10_000
     #: A token is refreshed this long before it expires.
     refresh_s: float = 25.0
+    #: And no more often than this, whatever its life is.
+    refresh_s_min: float = 1.0

@@ -47,6 +47,7 @@ from dynamoth_user.machine.events import (
     AddSubscription,
     Close,
     CloseConnection,
+    Complained,
     Confirmed,
     ConnectionClosed,
     ConnectionOpened,
@@ -107,7 +108,7 @@ class UserMachine:
         )
         self._ack_s = 1.0
         self._ack_due = False
-        #: The longest life of a token that a broker has named: a new one is taken to live as long.
+        #: How long the last token that a broker has taken had to live: one that cannot be read lives as long, perhaps.
         self._token_s = 0.0
         self._is_closed = False
 
@@ -128,12 +129,12 @@ class UserMachine:
                 return self._on_opened(number)
             case ConnectionClosed(number, code, reason):
                 return self._on_closed(number, code, reason, now)
-            case TokenReady(number, token):
-                return self._on_token(number, token, now)
+            case TokenReady():
+                return self._on_token(event, now)
             case AddSubscription():
                 return self._add(event)
             case RemoveSubscription(interest):
-                return self._remove(interest)
+                return self._remove(interest, now)
             case PublishMessage():
                 return self._publications.publish(event)
             case ForgetPublication(token):
@@ -173,14 +174,22 @@ class UserMachine:
         connection.is_open = True
         return [NeedToken(number)] if self._options.has_token else self._ask(connection, None)
 
-    def _on_token(self, number: int, token: str | None, now: float) -> list[UserAction]:
-        connection = self.connections.get(number)
+    def _on_token(self, event: TokenReady, now: float) -> list[UserAction]:
+        connection = self.connections.get(event.number)
         if connection is None or not connection.is_open:
             return []
+        former_exp, connection.token_exp = connection.token_exp, event.expires_at
         if not connection.is_asked:
-            return self._ask(connection, token)
-        self._refresh_later(number, max(self._options.refresh_s, self._token_s - self._options.refresh_s), now)
-        return [] if token is None else [SendFrame(number, Refresh(token))]
+            return self._ask(connection, event.token)
+        refresh_s = self._options.refresh_s
+        if event.expires_at is None or former_exp is None or connection.token_ends_at is None:
+            delay_s = max(refresh_s, self._token_s - refresh_s)
+        else:  # the broker's clock says when the former one ends: this one does so later by the difference
+            connection.token_ends_at += event.expires_at - former_exp
+            left_s = connection.token_ends_at - now
+            delay_s = max(left_s - refresh_s, left_s / 2, self._options.refresh_s_min)
+        self._refresh_later(event.number, delay_s, now)
+        return [] if event.token is None else [SendFrame(event.number, Refresh(event.token))]
 
     def _ask(self, connection: Connection, token: str | None) -> list[UserAction]:
         """Ask a broker to serve every subscription."""
@@ -196,6 +205,9 @@ class UserMachine:
         connection = self.connections.pop(number, None)
         if connection is None:
             return []
+        error_code, message = connection.error
+        if error_code and reason == error_code:  # brokers close with the code of the error before
+            reason = f"{error_code}: {message}"
         actions = self._publications.fail(number, reason)
         match connection.role:
             case Role.CANDIDATE:
@@ -218,7 +230,7 @@ class UserMachine:
         if code in FINAL_CODES or (code == TOKEN_EXPIRED and self._options.has_fixed_token):
             return [Failed(code, reason), *self._close_all(code, reason)]
         actions = self._migration.release_all(OLD_BROKER_LOST)  # of a migration before this loss
-        return [*actions, Interrupted(reason, self._connections.retry(connection, now))]
+        return [*actions, Interrupted(reason, self._connections.retry(connection, now), connection.url)]
 
     def _close_all(self, code: int, reason: str) -> list[UserAction]:
         self._is_closed = True
@@ -236,7 +248,7 @@ class UserMachine:
             case Gap():
                 return self._on_gap(connection, frame)
             case Subscribed():
-                return self._on_subscribed(connection, frame)
+                return self._on_subscribed(connection, frame, now)
             case Connected():
                 return self._on_connected(connection, frame, now)
             case Ping():
@@ -266,7 +278,8 @@ class UserMachine:
         self._connections.alternates = frame.alternates
         self._ack_s = frame.ack_s
         if frame.expires_in_s is not None:
-            self._token_s = max(self._token_s, frame.expires_in_s)
+            self._token_s = frame.expires_in_s
+            connection.token_ends_at = now + frame.expires_in_s
             self._refresh_later(connection.number, frame.expires_in_s - self._options.refresh_s, now)
         if connection.role is not Role.SERVING:
             return []
@@ -285,7 +298,8 @@ class UserMachine:
         retry_after_s = (error.retry_after_ms or 0) / 1000
         if error.ref is None:
             connection.retry_after_s = retry_after_s
-            return []
+            connection.error = error.code, error.message
+            return [Complained(error.code, error.message, connection.url)] if connection.is_up else []
         if self._rosters.on_error(error, now):
             return []
         ended = self._publications.refuse(error.ref, error)
@@ -321,7 +335,7 @@ class UserMachine:
         if interest.id in self.subscriptions:
             return []
         subscription = self.subscriptions[interest.id] = UserSubscription(
-            interest, since, handled=since, acknowledged=since, is_present=event.present
+            interest, since, is_stored=event.is_stored, is_present=event.is_present, handled=since
         )
         if interest.kind == "presence":
             self._rosters.add(subscription)
@@ -332,22 +346,25 @@ class UserMachine:
             if each.is_asked and each.role is not Role.LEAVING
         ]
 
-    def _remove(self, interest: Interest) -> list[UserAction]:
-        if self.subscriptions.pop(interest.id, None) is None:
+    def _remove(self, interest: Interest, now: float) -> list[UserAction]:
+        if interest.id not in self.subscriptions:
             return []
         self._rosters.remove(interest.id)
+        last_ack = self._acknowledge(now) if self.subscriptions[interest.id].is_stored else []
+        del self.subscriptions[interest.id]
         asked = [each for each in self.connections.values() if each.is_asked]
         for connection in asked:
             connection.epochs.pop(interest.id, None)
             # An answer that is under way is not one to a later subscription to the same interest.
             connection.asked = {ref: each for ref, each in connection.asked.items() if each.id != interest.id}
         return [
+            *last_ack,
             *(SendFrame(each.number, Unsubscribe(interest.id)) for each in asked),
             *self._migration.complete(),
             *self._migration.close_old_if_done(),
         ]
 
-    def _on_subscribed(self, connection: Connection, frame: Subscribed) -> list[UserAction]:
+    def _on_subscribed(self, connection: Connection, frame: Subscribed, now: float) -> list[UserAction]:
         interest = connection.asked.pop(frame.ref, None)
         subscription = None if interest is None else self.subscriptions.get(interest.id)
         if subscription is None or frame.s != subscription.interest.id:
@@ -355,16 +372,19 @@ class UserMachine:
         position = frame.position
         connection.epochs[frame.s] = None if position is None else position.epoch
         subscription.is_live = position is None
+        if subscription.received is None and frame.recovered:  # else the gap that follows says where it begins
+            subscription.received = subscription.handled = subscription.acknowledged = position
+            subscription.acknowledged_over = connection.number
         actions: list[UserAction] = []
         if not subscription.is_confirmed:
             subscription.is_confirmed = True
-            if subscription.received is None:
-                subscription.received = subscription.handled = subscription.acknowledged = position
             actions.append(Confirmed(subscription.interest, position))
         elif subscription.is_live and subscription.is_interrupted:
             actions.append(DeliverGap(subscription.interest, RECONNECTED))
         if subscription.is_live:
             subscription.is_interrupted = False
+        if subscription.is_stored:  # the former broker may have died before it stored what was acknowledged
+            self._acknowledge_later(now)
         return [*actions, *self._migration.complete()]
 
     def _on_data(self, connection: Connection, frame: Data) -> list[UserAction]:
@@ -402,7 +422,10 @@ class UserMachine:
         if position is None:
             return [DeliverGap(interest, frame.reason, count=frame.count)]
         connection.epochs[frame.s] = position.epoch
-        if received is None or position.epoch in subscription.past_epochs:
+        if received is None:  # the log does not have everything behind the stored position
+            subscription.received = position
+            return [DeliverGap(interest, frame.reason, frame.first, frame.last, position=position)]
+        if position.epoch in subscription.past_epochs:
             return []
         if position.epoch != received.epoch:
             subscription.past_epochs.add(received.epoch)
@@ -422,24 +445,34 @@ class UserMachine:
         if subscription is None:
             return []
         subscription.handled = position
+        if subscription.is_stored:
+            self._acknowledge_later(now)
+        return []
+
+    def _acknowledge_later(self, now: float) -> None:
         if not self._ack_due:
             self._ack_due = True
             self._timers.add(now + self._ack_s, self._acknowledge)
-        return []
 
     def _acknowledge(self, now: float) -> list[UserAction]:
+        """Say what was handled of stored subscriptions, if the serving broker was not told yet."""
         self._ack_due = False
+        stored = [each for each in self.subscriptions.values() if each.is_stored]
+        if stored and self._connections.of_role(Role.CANDIDATE) is not None:
+            self._acknowledge_later(now)  # the new broker is told, too
         serving = self.serving
         if serving is None or not serving.is_up:
             return []
-        offsets: dict[str, int] = {}
-        for id_, subscription in self.subscriptions.items():
-            handled = subscription.handled
-            if handled in (None, subscription.acknowledged) or handled.epoch != serving.epochs.get(id_):
+        positions: dict[str, Position] = {}
+        for subscription in stored:
+            id_, handled = subscription.interest.id, subscription.handled
+            if handled is None or handled.epoch != serving.epochs.get(id_):
                 continue
-            offsets[id_] = handled.offset
-            subscription.acknowledged = handled
-        return [SendFrame(serving.number, Ack(offsets))] if offsets else []
+            if handled == subscription.acknowledged and serving.number == subscription.acknowledged_over:
+                continue
+            positions[id_] = handled
+            subscription.acknowledged, subscription.acknowledged_over = handled, serving.number
+        return [SendFrame(serving.number, Ack(positions))] if positions else []
 
     def positions(self) -> dict[str, Position]:
         """Return the position of each logged subscription that the application has handled, by interest id."""

@@ -52,6 +52,11 @@ class Connection:
     epochs: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
     #: The time that its last error asked for.
     retry_after_s: float = 0.0
+    #: Its last error, as code and message.
+    error: tuple[str, str] = ("", "")
+    #: The ``exp`` of its present token, where it is known, and when the broker ends it.
+    token_exp: float | None = None
+    token_ends_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -71,12 +76,15 @@ class UserSubscription:
     received: Position | None
     #: Lives of the log that are over.
     past_epochs: set[int] = field(default_factory=set[int])
-    #: Up to where the application has handled it, and what was acknowledged.
-    handled: Position | None = None
-    acknowledged: Position | None = None
-    is_confirmed: bool = False
+    #: Whether brokers keep its position: it begins there, and what was handled is acknowledged.
+    is_stored: bool = False
     #: Whether others see that this session is on the channel.
     is_present: bool = False
+    #: Up to where the application has handled it; what was acknowledged, and over which connection.
+    handled: Position | None = None
+    acknowledged: Position | None = None
+    acknowledged_over: int = 0
+    is_confirmed: bool = False
     #: Known from the first confirmation on.
     is_live: bool | None = None
     #: A live one whose connection was lost since its confirmation: a gap is due with the next confirmation.
@@ -89,4 +97,4 @@ class UserSubscription:
 
     def wanted(self, ref: int) -> Wanted:
         """Return what a broker is asked for."""
-        return Wanted(ref, self.interest, self.received, self.is_present)
+        return Wanted(ref, self.interest, self.received, self.is_stored, self.is_present)
