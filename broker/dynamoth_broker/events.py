@@ -26,6 +26,10 @@ TOO_SLOW = 4003
 TAKEN_OVER = 4004
 PROTOCOL_ERROR = 4005
 NORMAL = 1000
+MOVE_FAILED = 4006
+
+LOST = 1006
+"""The code of a connection that has ended without a close code."""
 
 RETRY_MS = 1000
 """What was refused for now may be asked for again after this time."""
@@ -47,8 +51,8 @@ class Grant:
     expires_at: float | None = None
 
     def may_subscribe(self, kind: str, name: str) -> bool:
-        """Return whether the user may subscribe to a channel or query."""
-        return _matches(self.channels if kind == "channel" else self.queries, name)
+        """Return whether the user may subscribe to a channel, its presence, or a query."""
+        return _matches(self.queries if kind == "query" else self.channels, name)
 
     def may_publish(self, channel: str) -> bool:
         """Return whether the user may publish on a channel."""
@@ -89,9 +93,10 @@ class Refreshed:
 
 @dataclass(slots=True)
 class Closed:
-    """Event: a connection that was ``Opened`` is gone."""
+    """Event: a connection that was ``Opened`` is gone; ``code`` is the user's close code, 1006 without one."""
 
     connection: ConnectionId
+    code: int = LOST
 
 
 @dataclass(slots=True)
@@ -315,6 +320,12 @@ class BrokerOptions(SessionSettings):
     history: tuple[str, ...] = ()
     #: Patterns of the other channels of which a user who falls behind gets the latest publication only.
     conflate: tuple[str, ...] = ()
+    #: Patterns of the channels on which users see who else is present.
+    presence: tuple[str, ...] = ()
+    #: A user whose broker has died leaves after this time, unless another broker serves it then.
+    presence_ttl_s: float = 30.0
+    #: A user whose connection was lost leaves after this time, unless a broker serves it again.
+    presence_grace_s: float = 10.0
     log: LogOptions = field(default_factory=LogOptions)
     #: Other brokers, for users who come when this one is full, drained or gone.
     alternates: tuple[str, ...] = ()

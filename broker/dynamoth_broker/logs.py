@@ -1,4 +1,4 @@
-"""Reads and appends to the logs of interests, at the log servers.
+"""Reads and appends to the logs of interests, at the log servers; sends them scripts of other modules, too.
 
 Reads are shared: whoever asks for the same page while it is under way gets the same answer. A read that the loss of a
 connection has interrupted is sent again; an append is not, as nobody knows whether it took effect.

@@ -18,6 +18,7 @@ from typing import assert_never, cast
 
 from dynamoth.edge.frames import (
     Ack,
+    AskMembers,
     Connect,
     Leave,
     Pong,
@@ -58,9 +59,10 @@ from dynamoth_broker.events import (
     Transmit,
     Writable,
 )
-from dynamoth_broker.logs import Logs
+from dynamoth_broker.logs import LINK_PREFIX, Logs
 from dynamoth_broker.moves import Moves
 from dynamoth_broker.positions import Positions
+from dynamoth_broker.presence import Presence
 from dynamoth_broker.publishing import Publishing
 from dynamoth_broker.sessions import Session
 from dynamoth_broker.subscribing import Subscribing
@@ -81,7 +83,8 @@ class BrokerMachine:
         self.logs = Logs(options.logs, options.log, incarnation, options.log_wait_s, *shared)
         self._delivery = Delivery(options, self.logs, *shared)
         self.positions = Positions(options, self.logs, self._delivery, *shared)
-        self._subscribing = Subscribing(options, self._delivery, self.positions, *shared)
+        self.presence = Presence(options, self.logs, *shared)
+        self._subscribing = Subscribing(options, self._delivery, self.positions, self.presence, *shared)
         self._publishing = Publishing(self.logs, self._subscribing.is_logged)
         self.interests = self._subscribing.interests
         self.control = Control(self, options, incarnation, *shared)
@@ -100,6 +103,7 @@ class BrokerMachine:
         actions += self._subscribing.account(now)
         if self._subscribing.lost_some:
             actions += self._close_losers(now)
+        actions += self.presence.flush(now)
         if self._is_stopping and self.positions.is_saved:
             self._is_stopping = False
             actions.append(Stopped())
@@ -120,8 +124,8 @@ class BrokerMachine:
                 return [] if session is None else self._on_frame(session, frame, now)
             case Refreshed(connection, grant):
                 return self.users.refresh(connection, grant, now)
-            case Closed(connection):
-                self.users.on_closed(connection, now)
+            case Closed(connection, code):
+                self.users.on_closed(connection, code, now)
                 return []
             case Overflowed(connection):
                 return self.users.on_overflowed(connection, now)
@@ -171,7 +175,9 @@ class BrokerMachine:
             case Pushed() if is_control:
                 return self.control.on_pushes(event, now)
             case LinkUp():
-                return self.logs.on_up(event)
+                actions = self.logs.on_up(event)
+                self.presence.on_server_up(event.link.removeprefix(LINK_PREFIX), now)
+                return actions
             case LinkDown():
                 return self.logs.on_down(event, now)
             case Replied():
@@ -222,7 +228,11 @@ class BrokerMachine:
                 return [Transmit(session.connection, Unsubscribed(s))]
             case PublishRequest():
                 return self._publishing.publish(session, frame, now)
+            case AskMembers(ref, interest):
+                error = self._subscribing.refusal(session, interest, ref)
+                return [Transmit(session.connection, error)] if error else self.presence.ask(session, frame, now)
             case Leave():
+                self.presence.on_left(session, now)
                 return self.moves.leave(session, now)
             case Connect() | Refresh():
                 raise AssertionError("the runtime makes Opened and Refreshed of these")

@@ -50,6 +50,8 @@ class Subscription:
     acknowledged: Position | None = None
     #: While CATCHING: whether a read of the log is under way for it.
     is_reading: bool = False
+    #: Whether others are to see that the session is on the channel.
+    is_present: bool = False
     #: Ended by the user, or with the session.
     is_ended: bool = False
 

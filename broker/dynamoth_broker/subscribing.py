@@ -25,8 +25,11 @@ from dynamoth_broker.events import (
 )
 from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
 from dynamoth_broker.positions import Positions
+from dynamoth_broker.presence import Presence
 from dynamoth_broker.sessions import Session, Stage, Subscription
 from dynamoth_broker.unlogged import Unlogged
+
+NO_PRESENCE = "the channel has no presence: see broker.presence"
 
 
 def may_subscribe(grant: Grant, interest: Interest) -> bool:
@@ -43,6 +46,7 @@ class Subscribing:
         options: BrokerOptions,
         delivery: Delivery,
         positions: Positions,
+        presence: Presence,
         timers: Timers[BrokerAction],
         counters: Counter[str],
     ) -> None:
@@ -50,6 +54,7 @@ class Subscribing:
         self._options = options
         self._delivery = delivery
         self._positions = positions
+        self.presence = presence
         self._timers = timers
         self._counters = counters
         #: Sessions that have lost a confirmed subscription since the owner looked last: it closes them.
@@ -61,7 +66,7 @@ class Subscribing:
 
     def is_logged(self, interest: Interest) -> bool:
         """Return whether an interest has a log."""
-        if interest.kind == "query":
+        if interest.kind != "channel":
             return True
         return any(pattern.fullmatch(interest.name.encode()) for pattern in self._history)
 
@@ -104,7 +109,9 @@ class Subscribing:
             self.interests.add(shared)
             actions += [SubscribeChannel(shared.channel), *self.unlogged.watch(shared)]
         shared.idle_since = None
-        subscription = Subscription(session, shared, wanted.ref, wanted.since, is_of_connect)
+        subscription = Subscription(
+            session, shared, wanted.ref, wanted.since, is_of_connect, is_present=wanted.is_present
+        )
         session.subscriptions[interest.id] = subscription
         shared.set_stage(subscription, Stage.WAITING)
         if wanted.is_stored:
@@ -113,17 +120,27 @@ class Subscribing:
 
     def _why_not(self, session: Session, wanted: Wanted) -> Error | None:
         interest, ref = wanted.interest, wanted.ref
-        if not may_subscribe(session.grant, interest):
-            return Error("forbidden", f"the token does not allow this {interest.kind}, or its parameters", ref=ref)
-        if interest.is_reserved:
-            return Error("forbidden", "this name is reserved", ref=ref)
+        if error := self.refusal(session, interest, ref):
+            return error
+        if wanted.is_present and not (interest.kind == "channel" and self.presence.is_listed(interest.name)):
+            return Error("forbidden", NO_PRESENCE, ref=ref)
         is_new = interest.id not in session.subscriptions
         if is_new and len(session.subscriptions) >= self._options.subscriptions_per_session_max:
             most = self._options.subscriptions_per_session_max
             return Error("too_many", f"one connection has {most} subscriptions at most", ref=ref)
+        return self._why_not_stored(session, wanted) if wanted.is_stored else None
+
+    def refusal(self, session: Session, interest: Interest, ref: int) -> Error | None:
+        """Return why a user may not have anything of an interest; None where it may."""
+        if not may_subscribe(session.grant, interest):
+            return Error("forbidden", f"the token does not allow this {interest.kind}, or its parameters", ref=ref)
+        if interest.is_reserved:
+            return Error("forbidden", "this name is reserved", ref=ref)
+        if interest.kind == "presence" and not self.presence.is_listed(interest.name):
+            return Error("forbidden", NO_PRESENCE, ref=ref)
         if self.is_logged(interest) and not self._options.logs:
             return Error("log_unavailable", "this broker has no log servers: see broker.logs", ref=ref)
-        return self._why_not_stored(session, wanted) if wanted.is_stored else None
+        return None
 
     def _why_not_stored(self, session: Session, wanted: Wanted) -> Error | None:
         if not self.is_logged(wanted.interest):
@@ -172,6 +189,9 @@ class Subscribing:
             answered, delivery.answered = delivery.answered, []
             for subscription in refused:
                 self.end(subscription, now)
+                self.presence.on_ended(subscription, now)
+            for subscription in answered:
+                self.presence.on_confirmed(subscription, now)
             for subscription in (*answered, *refused):
                 if subscription.is_of_connect:
                     subscription.is_of_connect = False

@@ -12,7 +12,6 @@ from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import (
     FULL,
     GOING_AWAY,
-    NORMAL,
     RESTARTING,
     RETRY_MS,
     TAKEN_OVER,
@@ -138,6 +137,7 @@ class Users:
     def close(self, session: Session, code: int, reason: str, now: float) -> BrokerAction:
         """Close a session's connection. Nothing more is delivered."""
         session.is_closed = True
+        self._subscribing.presence.on_closed(session, code, now)
         self._slow.pop(session, None)
         for subscription in list(session.subscriptions.values()):
             self._subscribing.end(subscription, now)
@@ -146,11 +146,11 @@ class Users:
         self._control.on_closed(session, now)
         return CloseConnection(session.connection, code, reason)
 
-    def on_closed(self, connection: ConnectionId, now: float) -> None:
+    def on_closed(self, connection: ConnectionId, code: int, now: float) -> None:
         """Forget a connection that is gone."""
         session = self.sessions.pop(connection, None)
         if session is not None and not session.is_closed:
-            self.close(session, NORMAL, "", now)
+            self.close(session, code, "", now)
 
     def stop(self, now: float) -> list[BrokerAction]:
         """Close every connection, and take no more."""

@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
-from dynamoth.edge.interests import ID_CHARACTERS, Interest, channel_interest, query_interest
+from dynamoth.edge.interests import (
+    ID_CHARACTERS,
+    KINDS,
+    Interest,
+    channel_interest,
+    presence_interest,
+    query_interest,
+)
 from dynamoth.edge.publications import Position
 from dynamoth.errors import MalformedMessage
 from dynamoth.protocol.wire import parser, read_array, read_natural, read_text, read_text_map, shortened
@@ -48,12 +55,14 @@ class Wanted:
     """One subscription that a user asks for.
 
     ``since`` None is "from now on". If it is *stored*, that is behind the position that brokers keep for this session.
+    ``is_present``: whether others are to see that the session is on the channel.
     """
 
     ref: int
     interest: Interest
     since: Position | None = None
     is_stored: bool = False
+    is_present: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,15 @@ class PublishRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class AskMembers:
+    """Asks who is present on a channel; ``interest`` is the presence of the channel."""
+
+    type: ClassVar = "members"
+    ref: int
+    interest: Interest
+
+
+@dataclass(frozen=True, slots=True)
 class Ack:
     """Says up to which positions of which stored subscriptions the application has handled publications."""
 
@@ -124,7 +142,7 @@ class Pong:
     type: ClassVar = "pong"
 
 
-UserFrame = Connect | Subscribe | Unsubscribe | PublishRequest | Ack | Refresh | Leave | Pong
+UserFrame = Connect | Subscribe | Unsubscribe | PublishRequest | AskMembers | Ack | Refresh | Leave | Pong
 
 # Frames of the broker.
 
@@ -195,6 +213,20 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Members:
+    """Says who is present on a channel, exactly at a position of its presence.
+
+    Each member is ``(member, user)``. With very many, not all are named; ``count`` is that of all.
+    """
+
+    type: ClassVar = "members"
+    ref: int
+    members: tuple[tuple[str, str], ...]
+    count: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """Asks the user to connect to one of these brokers, and then to leave this one."""
 
@@ -240,7 +272,7 @@ class Error:
 
 
 BrokerFrame = (
-    Connected | Subscribed | Unsubscribed | Data | Gap | Published | Move | MovedIn | Bye | Ping | Error
+    Connected | Subscribed | Unsubscribed | Data | Gap | Published | Members | Move | MovedIn | Bye | Ping | Error
 )  # fmt: skip
 
 Frame = UserFrame | BrokerFrame
@@ -259,6 +291,12 @@ def to_wire(frame: Frame) -> dict[str, Any]:
             return wire | _wanted_to_wire(wanted)
         case PublishRequest(_, channel, payload):
             return wire | {"ref": frame.ref, "channel": channel.name} | _payload_to_wire(payload)
+        case AskMembers(ref, interest):
+            return wire | {"ref": ref, "channel": interest.name}
+        case Members():
+            members = [[user, member] for member, user in frame.members]
+            wire |= {"ref": frame.ref, "members": members, "count": frame.count}
+            return wire | _position_to_wire(frame.position)
         case Ack(p):
             return wire | {"p": {s: _position_to_wire(position) for s, position in p.items()}}
         case Data(s, payload, offset, place):
@@ -292,6 +330,8 @@ def _wanted_to_wire(wanted: Wanted) -> dict[str, Any]:
     wire: dict[str, Any] = {"ref": wanted.ref, interest.kind: interest.name}
     if interest.kind == "query":
         wire["params"] = interest.values
+    if wanted.is_present:
+        wire["present"] = True
     if wanted.since is not None:
         wire["since"] = _position_to_wire(wanted.since)
     elif wanted.is_stored:
@@ -403,18 +443,23 @@ def _payload(wire: Mapping[str, Any]) -> bytes:
 
 
 def _wanted(wire: Mapping[str, Any]) -> Wanted:
-    if ("channel" in wire) == ("query" in wire):
-        raise MalformedMessage("a subscription names either a channel or a query")
+    if sum(kind in wire for kind in KINDS) != 1:
+        raise MalformedMessage("a subscription names either a channel, or a query, or the presence of a channel")
     if "channel" in wire:
         interest = channel_interest(wire["channel"])
+    elif "presence" in wire:
+        interest = presence_interest(wire["presence"])
     else:
         interest = query_interest(wire["query"], wire.get("params", {}))
     is_stored = wire.get("stored") is True
     since = wire.get("since", "stored" if is_stored else "new")
     if since == "new" and is_stored:
         raise MalformedMessage("a stored subscription begins at a position, or at the stored one")
+    is_stored = is_stored or since == "stored"
+    if is_stored and interest.kind == "presence":
+        raise MalformedMessage("positions are stored for channels and queries, not for the presence of a channel")
     position = None if since in ("new", "stored") else read_position(read_text_map(since))
-    return Wanted(_exact(wire.get("ref")), interest, position, is_stored or since == "stored")
+    return Wanted(_exact(wire.get("ref")), interest, position, is_stored, wire.get("present") is True)
 
 
 def _connect(wire: Mapping[str, Any]) -> Connect:
@@ -476,6 +521,14 @@ def _move(wire: Mapping[str, Any]) -> Move:
     )
 
 
+def _members(wire: Mapping[str, Any]) -> Members:
+    members: list[tuple[str, str]] = []
+    for row in read_array(wire.get("members")):
+        user, member = read_array(row)
+        members.append((_read_id(member), read_text(user)))
+    return Members(_exact(wire.get("ref")), tuple(members), _exact(wire.get("count")), read_position(wire))
+
+
 def _error(wire: Mapping[str, Any]) -> Error:
     retry = wire.get("retry")
     if retry not in get_args(Retry):
@@ -496,6 +549,7 @@ _USER: dict[str, Callable[[Mapping[str, Any]], UserFrame]] = {
     "publish": lambda wire: PublishRequest(
         _exact(wire.get("ref")), channel_interest(wire.get("channel")), _payload(wire)
     ),
+    "members": lambda wire: AskMembers(_exact(wire.get("ref")), presence_interest(wire.get("channel"))),
     "ack": lambda wire: Ack(_acked(wire.get("p"))),
     "refresh": lambda wire: Refresh(_token(wire.get("token"))),
     "leave": lambda _: Leave(),
@@ -509,6 +563,7 @@ _BROKER: dict[str, Callable[[Mapping[str, Any]], BrokerFrame]] = {
     "data": _data,
     "gap": _gap,
     "published": lambda wire: Published(_exact(wire.get("ref")), _position_if_any(wire)),
+    "members": _members,
     "move": _move,
     "moved_in": lambda _: MovedIn(),
     "bye": lambda wire: Bye(_offsets(wire.get("p"))),

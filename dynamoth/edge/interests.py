@@ -1,6 +1,7 @@
 """What an end user can subscribe to, and the names that brokers give it.
 
-An *interest* is a channel of the application, or a standing query with parameters. Two subscriptions are to the same
+An *interest* is a channel of the application, a standing query with parameters, or the presence of a channel: who joins
+it and leaves it. Two subscriptions are to the same
 interest exactly when kind, name and parameters mean the same: ``1`` and ``1.0`` do, ``"1"`` does not (BAD, section 2:
 brokers share identical subscriptions).
 """
@@ -20,7 +21,7 @@ from dynamoth.errors import MalformedMessage
 from dynamoth.names import RESERVED_PREFIX
 from dynamoth.protocol.wire import shortened
 
-Kind = Literal["channel", "query"]
+Kind = Literal["channel", "query", "presence"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ID_BYTES = 16
@@ -45,11 +46,11 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Interest:
-    """A channel, or a query with canonical parameters. Made by ``channel_interest`` and ``query_interest``."""
+    """A channel, its presence, or a query with canonical parameters. Made by ``channel_interest`` and its like."""
 
     kind: Kind
     name: str
-    #: Canonical JSON of the parameters; ``{}`` for a channel.
+    #: Canonical JSON of the parameters; ``{}`` for a channel and its presence.
     params: str = "{}"
 
     @cached_property
@@ -69,7 +70,7 @@ class Interest:
     def is_reserved(self) -> bool:
         """Whether the name of a channel is one of Dynamoth's own, or of those of the logs: for no end user."""
         name = self.name.encode()
-        return name.startswith(RESERVED_PREFIX) or (self.kind == "channel" and name.startswith(LOG_CHANNEL_PREFIX))
+        return name.startswith(RESERVED_PREFIX) or (self.kind != "query" and name.startswith(LOG_CHANNEL_PREFIX))
 
     @property
     def log_channel(self) -> bytes:
@@ -86,6 +87,11 @@ def is_bound(interest: Interest, bound: Mapping[str, Scalar]) -> bool:
 def channel_interest(name: object) -> Interest:
     """Return the interest of a channel. Raises MalformedMessage."""
     return Interest("channel", _read_name(name))
+
+
+def presence_interest(channel: object) -> Interest:
+    """Return the interest in who is present on a channel. Raises MalformedMessage."""
+    return Interest("presence", _read_name(channel))
 
 
 def query_interest(name: object, params: object) -> Interest:

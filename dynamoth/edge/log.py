@@ -225,7 +225,7 @@ def begin_arguments(run_id: str, new_epoch: int, options: LogOptions) -> tuple[b
 def parse_appended(reply: Any) -> Appended:
     """Read the reply of ``append_command``. Raises MalformedMessage."""
     epoch, offset, is_new = read_array(reply)
-    return Appended(_read_epoch(epoch), int(offset), is_new == 1, is_new != 2)
+    return Appended(read_epoch(epoch), int(offset), is_new == 1, is_new != 2)
 
 
 @parser("the reply of a log's server")
@@ -236,7 +236,7 @@ def parse_page(reply: Any) -> LogPage:
     for (before, _), (after, _) in pairwise(entries):
         if after != before + 1:
             raise MalformedMessage(f"a log has offset {after} behind {before}")
-    return LogPage(_read_epoch(epoch), int(tip), int(first), entries)
+    return LogPage(read_epoch(epoch), int(tip), int(first), entries)
 
 
 @parser("the reply of a log's server")
@@ -249,12 +249,13 @@ def parse_tips(reply: Any, count: int) -> list[tuple[int | None, int]]:
     if len(values) != 2 * count:
         raise MalformedMessage(f"the tips of {count} logs expected, not {len(values)} values")
     return [
-        (None if epoch == b"" else _read_epoch(epoch), int(offset))
+        (None if epoch == b"" else read_epoch(epoch), int(offset))
         for epoch, offset in zip(values[::2], values[1::2], strict=True)
     ]
 
 
-def _read_epoch(value: Any) -> int:
+def read_epoch(value: Any) -> int:
+    """Read an epoch in a reply of a script. Raises MalformedMessage."""
     if not isinstance(value, bytes) or len(value) != 16:
         raise MalformedMessage(f"an epoch has 16 digits, not {shortened(value)}")
     return int(value, 16)

@@ -391,6 +391,21 @@ class BrokerSettings(SessionSettings, HttpSettings):
         "patterns of the other channels of which only the latest publication counts, separated by spaces: a user who"
         " falls behind gets that one in place of a gap",
     )
+    presence: str = setting("", "patterns of the channels on which users see who else is present, separated by spaces")
+    presence_ttl_s: float = setting(
+        30.0,
+        "users whose broker has died leave after this time, unless another one serves them then",
+        unit="s",
+        minimum=3,
+        maximum=3600,
+    )
+    presence_grace_s: float = setting(
+        10.0,
+        "a user whose connection was lost leaves after this time, unless a broker serves it again",
+        unit="s",
+        minimum=1,
+        maximum=3600,
+    )
     retained_min: int = setting(10_000, "a log keeps at least this many publications", minimum=1)
     log_ttl_s: float = setting(
         604_800.0, "a log that nobody has used for this time is forgotten", unit="s", minimum=1, maximum=31_536_000

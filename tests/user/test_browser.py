@@ -114,18 +114,20 @@ class Connection:
         )
         return connect
 
-    async def confirm(self, subscription: dict[str, Any], offset: int = 0) -> None:
-        """Answer a subscription of a logged interest."""
+    async def confirm(self, subscription: dict[str, Any], offset: int = 0, name: str | None = None) -> None:
+        """Answer a subscription of a logged interest, which the broker calls ``name``; by default as its channel."""
         since = subscription["since"]
         offset = offset if isinstance(since, str) else since["offset"]
-        name = subscription["channel"]
+        name = name or subscription["channel"]
         await self.send("subscribed", ref=subscription["ref"], s=name, epoch=EPOCH, offset=offset, recovered=True)
 
-    async def accept(self, name: str = "a") -> dict[str, Any]:
+    async def accept(
+        self, name: str = "a", name_of: Callable[[dict[str, Any]], str | None] = lambda _: None
+    ) -> dict[str, Any]:
         """Greet, and confirm all subscriptions as logged ones at offset 0."""
         connect = await self.greet(name)
         for subscription in connect["subs"]:
-            await self.confirm(subscription)
+            await self.confirm(subscription, name=name_of(subscription))
         return connect
 
     async def data(self, *offsets: int, s: str = "news") -> None:
@@ -232,6 +234,36 @@ async def test_text_bytes_gaps_and_failing_handlers(browser: Browser) -> None:
         gap = {"reason": "trimmed", "from": 3, "to": 4, "epoch": EPOCH, "offset": 4}
         assert await w.page.evaluate("seen") == ["bad", [0, 255], gap, "é"]
         assert await w.page.evaluate("errors()") == ["handler_failed"]
+
+
+@asynchronous
+async def test_who_is_present(browser: Browser) -> None:
+    async with world(browser) as w:
+        await w.page.evaluate("""connect(["a"]).subscribe({ channel: "room", present: true }, take)
+            && (window.room = client.presence("room", ({ type, user }) => {
+                events.push([type, user, [...room.members.values()].sort().join(), room.count]);
+            })) && null""")
+        connection = await w.connection()
+        own, watched = (await connection.accept("a", name_of=lambda each: each.get("channel", "members")))["subs"]
+        assert (own["present"], watched["presence"]) == (True, "room")
+        asked = await connection.receive("members")
+        assert asked["channel"] == "room"
+        members = [["ann", "m1"], ["bob", "m2"]]
+        await connection.send("members", ref=asked["ref"], members=members, count=2, epoch=EPOCH, offset=0)
+        await connection.send("data", s="members", o=1, d=json.dumps({"leave": {"user": "ann", "member": "m1"}}))
+        await connection.send("gap", s="members", reason="retention", **{"from": 2, "to": 9}, epoch=EPOCH, offset=9)
+        asked = await connection.receive("members")
+        members = [["eve", "m3"], ["bob", "m2"]]
+        await connection.send("members", ref=asked["ref"], members=members, count=2, epoch=EPOCH, offset=9)
+        await w.page.wait_for("room.members.has('m3') && events.at(-1)[0] === 'join'")
+        assert await w.page.evaluate("events.filter(Array.isArray)") == [
+            ["list", None, "ann,bob", 2],
+            ["leave", "ann", "bob", 1],
+            ["gap", None, "bob", 1],
+            ["join", "eve", "bob,eve", 2],
+        ]
+        await w.page.evaluate("room.close()")
+        assert await connection.receive("unsubscribe") == {"s": "members"}
 
 
 @asynchronous

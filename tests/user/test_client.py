@@ -480,7 +480,7 @@ async def test_a_broker_that_cannot_take_over_changes_nothing() -> None:
         new = await second.peer()
         connect = await new.read(Connect)
         await new.send(Connected(connect.session, "b2"), Error("full", "full", "elsewhere", None, connect.subs[0].ref))
-        assert (await new.closed)[0] == 1000
+        assert (await new.closed)[0] == 4006
         await old.send(data("news", "1", 1))
         assert await take(news, 1) == ["1"]
         assert (client.moved, client.broker) == (0, "b1")

@@ -56,7 +56,7 @@ from dynamoth_user.machine.events import (
     UserOptions,
 )
 from dynamoth_user.machine.machine import FINAL_CODES, UserMachine
-from dynamoth_user.machine.migration import NORMAL
+from dynamoth_user.machine.migration import MOVE_FAILED, NORMAL
 from tests.machines.helpers import Subject, only
 
 EPOCH, LATER_EPOCH, LAST_EPOCH = 0xA, 0xB, 0xC
@@ -538,7 +538,7 @@ def test_a_candidate_that_refuses_is_left_and_the_next_one_tried() -> None:
     user.pass_time(0.001)
     [wanted] = connect_in(user.tell(ConnectionOpened(2))).subs
     actions = user.frame(2, Error("log_unavailable", "later", "later", 1000, wanted.ref))
-    assert only(CloseConnection, actions) == [CloseConnection(2, NORMAL, "the move failed")]
+    assert only(CloseConnection, actions) == [CloseConnection(2, MOVE_FAILED, "the move failed")]
     assert only(OpenConnection, actions) == [OpenConnection(3, "wss://b3")]
     assert user.tell(ConnectionClosed(3, 1013, "full")) == []  # it stays where it is
     assert offsets(user.data(1, 1)) == [1]
@@ -552,7 +552,7 @@ def test_a_move_has_its_deadline_and_what_was_held_comes_from_the_old_broker() -
     user.live(2, (P, 3))
     user.pass_time(14.0)
     user.frame(2, Ping())
-    assert only(CloseConnection, user.pass_time(1.0)) == [CloseConnection(2, NORMAL, "the move failed")]
+    assert only(CloseConnection, user.pass_time(1.0)) == [CloseConnection(2, MOVE_FAILED, "the move failed")]
     assert payloads(user.live(1, (P, 2), (P, 3))) == [b"1:2", b"1:3"]
     user.frame(1, Move(("wss://b3",), 0, 15_000))
     assert only(OpenConnection, user.pass_time(0.001)) == [OpenConnection(3, "wss://b3")]

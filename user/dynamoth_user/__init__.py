@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from dynamoth.edge.publications import Position
     from dynamoth_user.client import Client
     from dynamoth_user.errors import ClientFailed, PublishFailed, RefusedError, StorageError
-    from dynamoth_user.items import Gap, Item
+    from dynamoth_user.items import Gap, Item, Join, Leave
     from dynamoth_user.machine.events import Failed, Interrupted, Served
+    from dynamoth_user.presence import Presence
     from dynamoth_user.storage import FileStorage, Storage
     from dynamoth_user.subscription import Subscription
 
@@ -27,7 +28,10 @@ __all__ = [
     "Interest",
     "Interrupted",
     "Item",
+    "Join",
+    "Leave",
     "Position",
+    "Presence",
     "PublishFailed",
     "RefusedError",
     "Served",
@@ -45,7 +49,10 @@ _MODULES = {
     "Interest": "dynamoth.edge.interests",
     "Interrupted": "dynamoth_user.machine.events",
     "Item": "dynamoth_user.items",
+    "Join": "dynamoth_user.items",
+    "Leave": "dynamoth_user.items",
     "Position": "dynamoth.edge.publications",
+    "Presence": "dynamoth_user.presence",
     "PublishFailed": "dynamoth_user.errors",
     "RefusedError": "dynamoth_user.errors",
     "Served": "dynamoth_user.machine.events",

@@ -18,7 +18,14 @@ from typing import Literal, cast
 from urllib.parse import urlsplit
 
 from dynamoth.edge.frames import EXACT_MAX, PublishRequest
-from dynamoth.edge.interests import NAME_BYTES_MAX, Interest, Scalar, channel_interest, query_interest
+from dynamoth.edge.interests import (
+    NAME_BYTES_MAX,
+    Interest,
+    Scalar,
+    channel_interest,
+    presence_interest,
+    query_interest,
+)
 from dynamoth.edge.publications import Position
 from dynamoth.errors import ConfigError
 from dynamoth_user.complaints import Complaints
@@ -37,6 +44,8 @@ from dynamoth_user.machine.events import (
     ForgetPublication,
     Handled,
     Interrupted,
+    MemberChanged,
+    MembersListed,
     PublishEnded,
     PublishMessage,
     Refused,
@@ -44,6 +53,7 @@ from dynamoth_user.machine.events import (
     Served,
     UserOptions,
 )
+from dynamoth_user.presence import Presence
 from dynamoth_user.storage import SavedState, Saver, Storage, load_state
 from dynamoth_user.subscription import NORMAL, Handler, Since, Subscription, set_exception
 from dynamoth_user.window import PublishWindow
@@ -121,6 +131,7 @@ class Client:
         self._engine: Engine | None = None
         self._saver: Saver | None = None
         self._subscriptions: dict[str, Subscription] = {}
+        self._presences: dict[str, Presence] = {}
         #: Subscriptions with a full queue: while there is one, nothing is read from brokers.
         self._full: set[Subscription] = set()
         self._broker: str | None = None
@@ -175,11 +186,14 @@ class Client:
         subscriptions = tuple(self._subscriptions.values())
         for each in subscriptions:
             each.end()
+        for presence in self._presences.values():
+            presence.end()
         for each in subscriptions:
             await each.join()
         if self._engine is not None:
             await self._engine.close()
         self._subscriptions.clear()
+        self._presences.clear()
         self._broker = None
         self._next_move.set()
         if self._saver is not None:
@@ -209,7 +223,13 @@ class Client:
         self._running()
 
     async def subscribe(
-        self, channel: str, handler: Handler | None = None, since: Since = None, *, stored: bool = False
+        self,
+        channel: str,
+        handler: Handler | None = None,
+        since: Since = None,
+        *,
+        stored: bool = False,
+        present: bool = False,
     ) -> Subscription:
         """Subscribe to a channel, and wait until a broker has confirmed it.
 
@@ -223,11 +243,12 @@ class Client:
                 the same ones begins behind what was handled, on any machine. The channel needs a log, and the client
                 a token and a ``session``. At first it begins with what is published from now on. ``since`` may be a
                 position then, to begin there instead.
+            present: whether others are to see that this session is on the channel (``presence``).
 
         If it is cancelled, there is no subscription. Raises RefusedError, ClientFailed, MalformedMessage (the name),
         and ValueError (it is subscribed to already; ``stored`` with ``since`` "new", or without a lasting session).
         """
-        return await self._subscribe(channel_interest(channel), handler, since, stored=stored)
+        return await self._subscribe(channel_interest(channel), handler, since, stored=stored, present=present)
 
     async def subscribe_query(
         self,
@@ -240,6 +261,24 @@ class Client:
     ) -> Subscription:
         """Subscribe to a standing query with parameters, as ``subscribe`` does to a channel."""
         return await self._subscribe(query_interest(query, params or {}), handler, since, stored=stored)
+
+    async def presence(self, channel: str) -> Presence:
+        """Watch who is present on a channel, and wait until that is known: see :class:`Presence`.
+
+        If it is cancelled, nothing is watched. Raises RefusedError, ClientFailed, MalformedMessage (the name), and
+        ValueError (it is watched already).
+        """
+        engine, interest = self._running(), presence_interest(channel)
+        if interest.id in self._presences:
+            raise ValueError(f"this client watches {channel!r} already")
+        presence = self._presences[interest.id] = Presence(self, interest)
+        engine.handle(AddSubscription(interest))
+        try:
+            await presence.ready
+        except BaseException:
+            self.remove_presence(presence)
+            raise
+        return presence
 
     async def publish(self, channel: str, payload: bytes | str) -> Position | None:
         """Publish on a channel; return its place if the channel has a log.
@@ -287,7 +326,7 @@ class Client:
         return self._engine
 
     async def _subscribe(
-        self, interest: Interest, handler: Handler | None, since: Since, *, stored: bool
+        self, interest: Interest, handler: Handler | None, since: Since, *, stored: bool, present: bool = False
     ) -> Subscription:
         engine = self._running()
         if interest.id in self._subscriptions:
@@ -300,7 +339,7 @@ class Client:
         begin = self._saver.state.positions.get(interest.id) if since is None and not stored else since
         subscription = Subscription(self, interest, None if begin == "new" else begin)
         self._subscriptions[interest.id] = subscription
-        engine.handle(AddSubscription(interest, subscription.position, stored))
+        engine.handle(AddSubscription(interest, subscription.position, stored, present))
         try:
             await subscription.confirmation
         except BaseException:
@@ -345,6 +384,14 @@ class Client:
             self._saver.forget(subscription.interest.id)
         self._drop(subscription)
 
+    def remove_presence(self, presence: Presence) -> None:
+        """End a presence. For presences only."""
+        if self._presences.get(presence.interest.id) is presence:
+            del self._presences[presence.interest.id]
+            assert self._engine is not None
+            self._engine.handle(RemoveSubscription(presence.interest))
+        presence.end()
+
     # What the engine reports.
 
     @property
@@ -368,15 +415,17 @@ class Client:
             case Deliver(interest, payload, position):
                 self._put(Item(interest, payload, position))
             case DeliverGap(interest, reason, first, last, count, position):
-                self._put(Gap(interest, reason, first, last, count, position))
+                self._put_gap(Gap(interest, reason, first, last, count, position))
+            case MembersListed() | MemberChanged():
+                self._change_members(action)
             case PublishEnded():
                 self._end_publish(action)
             case Confirmed(interest, position):
                 self._confirm(interest, position)
             case Refused(interest, code, reason):
-                subscription = self._subscriptions.pop(interest.id, None)
-                if subscription is not None:
-                    subscription.end(RefusedError(interest, code, reason))
+                ended = self._subscriptions.pop(interest.id, None) or self._presences.pop(interest.id, None)
+                if ended is not None:
+                    ended.end(RefusedError(interest, code, reason))
             case Complained(code, message, url):
                 self._complaints.add(f"a broker reports {code}: {message}", url)
             case Served() | Interrupted() | Failed():
@@ -386,6 +435,22 @@ class Client:
         subscription = self._subscriptions.get(item.interest.id)
         if subscription is not None:
             subscription.put(item)
+
+    def _put_gap(self, gap: Gap) -> None:
+        presence = self._presences.get(gap.interest.id)
+        if presence is None:
+            self._put(gap)
+        else:
+            presence.on_gap(gap)
+
+    def _change_members(self, action: MembersListed | MemberChanged) -> None:
+        presence = self._presences.get(action.interest.id)
+        if presence is None:
+            return
+        if isinstance(action, MembersListed):
+            presence.on_listed(action)
+        else:
+            presence.on_changed(action)
 
     def _end_publish(self, action: PublishEnded) -> None:
         answer = cast("asyncio.Future[Position | None]", action.token)
@@ -433,6 +498,8 @@ class Client:
         self._end = code, reason
         for subscription in tuple(self._subscriptions.values()):
             subscription.end(ClientFailed(code, reason))
+        for presence in self._presences.values():
+            presence.end(ClientFailed(code, reason))
         for answer in self._answers:
             if not answer.done():
                 set_exception(answer, ClientFailed(code, reason))

@@ -28,6 +28,8 @@ from dynamoth_user.machine.events import (
     Failed,
     FrameReceived,
     Interrupted,
+    MemberChanged,
+    MembersListed,
     NeedToken,
     OpenConnection,
     PublishEnded,
@@ -51,7 +53,8 @@ Token = str | Callable[[], Awaitable[str] | str] | None
 """A token, or a function that returns one and may be asynchronous."""
 
 ApplicationAction = (
-    Deliver | DeliverGap | Confirmed | Refused | PublishEnded | Served | Interrupted | Complained | Failed
+    Deliver | DeliverGap | MembersListed | MemberChanged | Confirmed | Refused | PublishEnded
+    | Served | Interrupted | Complained | Failed
 )  # fmt: skip
 
 TOKEN_CHARACTERS_MAX = 64 * 1024

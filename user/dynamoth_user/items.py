@@ -1,4 +1,4 @@
-"""What a subscription gives to the application: publications, and the gaps between them."""
+"""What the client gives to the application: publications, changes of presence, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ class Item:
     def text(self) -> str:
         """The payload as UTF-8. Raises UnicodeDecodeError."""
         return self.data.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Somebody has joined a channel. ``member`` is one session of ``user``: 22 characters, always the same."""
+
+    member: str
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Somebody has left a channel."""
+
+    member: str
+    user: str
 
 
 @dataclass(frozen=True, slots=True)

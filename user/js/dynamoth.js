@@ -6,6 +6,7 @@
  *     const client = new Dynamoth(["wss://b1.example.org/connect", "wss://b2.example.org/connect"]);
  *     const news = client.subscribe({ channel: "news" }, (publication) => show(publication.data));
  *     await client.publish("news", "hello");
+ *     const room = client.presence("news", (change) => show(change.type, [...room.members.values()]));
  *     news.unsubscribe();
  *     client.close();
  *
@@ -46,6 +47,8 @@ const QUEUE_MAX = 1000;
 const HELD_MAX = 1000;
 /** Publishers of one live interest whose last number is remembered. */
 const PUBLISHERS_MAX = 1000;
+/** Joins and leaves that wait for the list of members; with more, it is asked for again. */
+const CHANGES_MAX = 10_000;
 /** Calls of `publish` that wait for a connection or for an answer. */
 const PUBLISHES_MAX = 1000;
 /** Stored positions; the interests that were handled longest ago are forgotten first. */
@@ -66,10 +69,11 @@ const FINAL_CLOSE_CODES = new Map([
 const TOKEN_EXPIRED = 4002;
 /** The code of a connection that ended without one, or was never opened. */
 const LOST = 1006;
-/** What the client closes with: the end, a silent broker, a broker that broke the protocol. */
+/** What the client closes with: the end, a silent broker, a broker that broke the protocol, or did not take over. */
 const CLOSE_NORMAL = 1000;
 const CLOSE_SILENT = 4000;
 const CLOSE_BAD_FRAME = 4005;
+const CLOSE_MOVE_FAILED = 4006;
 /** What a broker may send before `connected`, and instead of it. */
 const FIRST_FRAMES = new Set(["connected", "error", "ping"]);
 /** Errors about a token. After a refresh the connection stays, with the former token. */
@@ -86,7 +90,9 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  */
 /**
  * What can be subscribed to.
- * @typedef {{channel: string} | {query: string, params?: Record<string, string | number | boolean | null>}} Interest
+ * With `present`, others see that this session is on the channel.
+ * @typedef {{channel: string, present?: boolean} |
+ *     {query: string, params?: Record<string, string | number | boolean | null>}} Interest
  */
 /**
  * What a handler gets. `data` is text, or bytes where the payload is not UTF-8. `epoch` and `offset` exist for logged
@@ -119,7 +125,7 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  * | type | fields | |
  * | --- | --- | --- |
  * | `start` | | connect |
- * | `subscribe` | `sub`, `channel` or `query` and `params`, `since`?, `stored`? | `sub` is a number, used once |
+ * | `subscribe` | `sub`; `channel`, `present`? or `presence` or `query`, `params`; `since`?, `stored`? | `sub`: used once |
  * | `unsubscribe` | `sub` | |
  * | `publish` | `id`, `channel`, `d` or `b` | answered by `published` or `publish_failed` |
  * | `opened` | `conn` | the WebSocket is open |
@@ -144,6 +150,9 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
  * | `set_timer` | `timer`, `delay_s_min`, `delay_s_max` | after a random time between these; replaces its namesake |
  * | `clear_timer` | `timer` | |
  * | `hand_over` | `sub`, `item` | one at a time per `sub`; `item.type` is `publication` or `gap` |
+ * | `members` | `sub`, `members`: pairs of user and member, `count` | who is present now |
+ * | `member` | `sub`, `change`: `join` or `leave`, `user`, `member` | since then |
+ * | `members_gap` | `sub`, `gap` | such changes are missing; `members` follows |
  * | `get_token` | | |
  * | `save` | `state`: `StoredSession` | |
  * | `published` | `id`, `epoch`?, `offset`? | |
@@ -217,6 +226,7 @@ export function canonicalParams(params) {
  * @returns {string}
  */
 export function interestKey(interest) {
+    if ("presence" in interest) return `presence\n${checkedText(interest.presence, "channel")}\n{}`;
     if (("channel" in interest) === ("query" in interest)) throw new TypeError("name either a channel or a query");
     if ("channel" in interest) return `channel\n${checkedText(interest.channel, "channel")}\n{}`;
     return `query\n${checkedText(interest.query, "query")}\n${canonicalParams(interest.params ?? {})}`;
@@ -230,6 +240,8 @@ const isCount = (value) => Number.isSafeInteger(value) && value >= 0;
 const isTime = (value) => Number.isFinite(value) && value >= 0;
 const isKey = (value) => isText(value) || isCount(value);
 const isURLs = (value) => Array.isArray(value) && value.every(isText);
+const isPair = (value) => Array.isArray(value) && value.length === 2 && value.every(isText);
+const isMembers = (value) => Array.isArray(value) && value.every(isPair);
 const isBase64 = (value) => isText(value) && value.length % 4 === 0 && /^[A-Za-z0-9+/]*={0,2}$/.test(value);
 const isNumbered = (value) => Array.isArray(value) && value.length === 2 && isText(value[0]) && isCount(value[1]);
 const optional = (check) => (value) => value === undefined || value === null || check(value);
@@ -247,6 +259,7 @@ const FRAME_FIELDS = {
         offset: optional(isCount), count: optional(isCount),
     },
     published: { ref: isCount, epoch: optional(isText), offset: optional(isCount) },
+    members: { ref: isCount, members: isMembers, count: isCount, epoch: isText, offset: isCount },
     move: { to: isURLs, ticket: optional(isText), within_ms: isTime, deadline_ms: isTime },
     moved_in: {},
     bye: {},
@@ -303,7 +316,12 @@ function frameProblem(frame) {
  * Delivery. Each subscription has a queue; its first item is with the handler. A position moves when the handler has
  * finished, whether it failed or not. When the queue is full, a logged subscription unsubscribes, and subscribes again
  * with `received` when half of the queue is free, so it loses nothing that the log still has. A live one drops the
- * newest publications, and a gap that counts them takes their place.
+ * newest publications, and a gap that counts them takes their place. Who is present on a channel stays subscribed, so
+ * that nobody sees a leave: what comes while the queue is full is dropped, and read again later.
+ *
+ * Presence. The members of a channel are a list that is exact at a position, and the joins and leaves behind it, which
+ * are a logged interest. The list is asked for at the main connection, at first and after each gap. Changes that come
+ * before it wait.
  */
 export class SessionMachine {
     /**
@@ -365,6 +383,7 @@ export class SessionMachine {
         if (event.type === "timer") this.#onTimer(event.timer);
         else if ("conn" in event) this.#onConnectionEvent(event);
         else this.#onOwnEvent(event);
+        this.#askMembers();
         return this.actions;
     }
 
@@ -390,7 +409,7 @@ export class SessionMachine {
             assert(subscription.busy || subscription.queue.length === 0 || this.state === "closed", "handlers get all");
         }
         for (const { links } of this.connections.values()) {
-            for (const sub of links.keys()) assert(!this.subscriptions.get(sub)?.paused, "what pauses has no links");
+            for (const sub of links.keys()) assert(!isAway(this.subscriptions.get(sub)), "what pauses has no links");
         }
     }
 
@@ -472,6 +491,7 @@ export class SessionMachine {
             case "move": this.#openMove(); break;
             case "move_deadline": this.#abandonMove(); break;
             case "bye": this.#drop(this.connections.get(this.current), CLOSE_NORMAL, "no bye"); break;
+            case "members": this.#askAgain(this.subscriptions.get(Number(id))); break;
             case "retry": this.#retry(this.subscriptions.get(Number(id))); break;
             default: throw new TypeError(`unknown timer ${timer}`);
         }
@@ -494,6 +514,7 @@ export class SessionMachine {
             case "data": this.#onData(connection, frame); break;
             case "gap": this.#onGap(connection, frame); break;
             case "published": this.#onPublished(connection, frame); break;
+            case "members": this.#onMembers(connection, frame); break;
             case "move": this.#onMove(connection, frame); break;
             case "moved_in": this.#onMovedIn(connection); break;
             case "bye": this.#onBye(connection); break;
@@ -571,7 +592,7 @@ export class SessionMachine {
         if (connection.ticket !== null) frame.ticket = connection.ticket;
         frame.subs = [];
         for (const subscription of this.subscriptions.values()) {
-            if (!subscription.paused) frame.subs.push(this.#request(connection, subscription, true));
+            if (!isAway(subscription)) frame.subs.push(this.#request(connection, subscription, true));
         }
         this.#send(connection, frame);
     }
@@ -643,8 +664,8 @@ export class SessionMachine {
         }
     }
 
-    #closeQuietly(connection) {
-        this.#act("close", { conn: connection.id, code: CLOSE_NORMAL, reason: "" });
+    #closeQuietly(connection, code = CLOSE_NORMAL) {
+        this.#act("close", { conn: connection.id, code, reason: "" });
         this.#forget(connection);
     }
 
@@ -741,8 +762,8 @@ export class SessionMachine {
 
     // Subscriptions
 
-    #onSubscribe({ sub, channel, query, params, since, stored = false }) {
-        const interest = channel === undefined ? { query, params: params ?? {} } : { channel };
+    #onSubscribe({ sub, channel, presence, query, params, since, stored = false, present = false }) {
+        const interest = interestOf({ channel, presence, query, params });
         const key = interestKey(interest);
         if (since === "new") this.positions.delete(key);
         const kept = stored ? null : this.positions.get(key);
@@ -751,6 +772,13 @@ export class SessionMachine {
             id: sub, interest, key, position,
             /** Whether brokers keep its position: only then it is acknowledged. */
             stored,
+            /** Whether others see that this session is on the channel. */
+            present,
+            /**
+             * Of a presence: `listed` is where the list is exact, null while one is missing; `asked` is the connection
+             * that was asked; `waiting` are changes that came since.
+             */
+            roster: presence === undefined ? null : { listed: null, asked: null, waiting: [] },
             /** Logged: the last frame that was taken in. At `position` or ahead of it, by what is in the queue. */
             received: copied(position),
             former_epochs: [],
@@ -782,6 +810,7 @@ export class SessionMachine {
         this.#unlink(subscription);
         this.subscriptions.delete(subscription.id);
         this.#clearTimer(`retry:${subscription.id}`);
+        this.#clearTimer(`members:${subscription.id}`);
     }
 
     /** Whether the old broker was left: it takes no subscriptions now. */
@@ -790,7 +819,7 @@ export class SessionMachine {
     }
 
     #subscribeOn(connection, subscription) {
-        if (connection.phase !== "connected" || subscription.paused || this.#isLeft(connection)) return;
+        if (connection.phase !== "connected" || isAway(subscription) || this.#isLeft(connection)) return;
         if (connection.links.has(subscription.id)) return;
         this.#send(connection, { type: "subscribe", ...this.#request(connection, subscription, false) });
     }
@@ -812,11 +841,12 @@ export class SessionMachine {
             };
             connection.links.set(subscription.id, link);
         }
-        const { stored } = subscription;
+        const { stored, present } = subscription;
         const since = copied(subscription.received) ?? (stored ? "stored" : "new");
         Object.assign(link, { ref, pending: true, since, failed: false });
         connection.refs.set(ref, { sub: subscription.id, key: subscription.key, in_connect });
-        return { ref, ...subscription.interest, since, ...(stored ? { stored } : {}) };
+        const options = { ...(stored ? { stored } : {}), ...(present ? { present } : {}) };
+        return { ref, ...subscription.interest, since, ...options };
     }
 
     /** End a subscription's links, on all connections. */
@@ -884,7 +914,7 @@ export class SessionMachine {
             link.acked = copied(subscription.received);
             if (subscription.missed) {
                 this.#enqueueLive(subscription, { type: "gap", reason: "reconnected", ...subscription.received });
-            } else if (subscription.queue.length === 0) {
+            } else if (subscription.queue.length === 0 && subscription.roster === null) {
                 this.#movePosition(subscription, subscription.received);
             }
             subscription.missed = false;
@@ -925,6 +955,7 @@ export class SessionMachine {
     }
 
     #onLoggedData(connection, link, subscription, item, offset) {
+        if (subscription.paused) return; // It is read again later.
         const received = subscription.received;
         if (received === null) {
             this.#onBadFrame(connection, "data before the gap at its beginning");
@@ -934,7 +965,8 @@ export class SessionMachine {
             this.#onHole(connection, link, subscription);
         } else if (offset === received.offset + 1 && !this.#pauseIfFull(subscription)) {
             subscription.received = { epoch: received.epoch, offset };
-            this.#enqueue(subscription, { ...item, ...subscription.received });
+            if (subscription.roster !== null) this.#onMemberChange(subscription, item);
+            else this.#enqueue(subscription, { ...item, ...subscription.received });
         }
     }
 
@@ -1001,7 +1033,8 @@ export class SessionMachine {
             if (former_epochs.length > FORMER_EPOCHS_MAX) former_epochs.shift();
         }
         subscription.received = { epoch: item.epoch, offset: item.offset };
-        this.#enqueue(subscription, item);
+        if (subscription.roster !== null) this.#onMembersGap(subscription, item);
+        else this.#enqueue(subscription, item);
     }
 
     #onLiveData(connection, link, subscription, item, numbered) {
@@ -1056,8 +1089,9 @@ export class SessionMachine {
     }
 
     #pauseIfFull(subscription) {
+        if (subscription.paused) return true;
         if (subscription.queue.length < this.queue_max) return false;
-        this.#unlink(subscription);
+        if (!subscription.present) this.#unlink(subscription);
         this.#clearTimer(`retry:${subscription.id}`);
         subscription.paused = true;
         return true;
@@ -1083,7 +1117,10 @@ export class SessionMachine {
         if (is_logged) this.#movePosition(subscription, { epoch: item.epoch, offset: item.offset });
         if (subscription.paused && subscription.queue.length * 2 <= this.queue_max) {
             subscription.paused = false;
-            for (const connection of this.connections.values()) this.#subscribeOn(connection, subscription);
+            for (const connection of this.connections.values()) {
+                if (connection.links.has(subscription.id)) this.#subscribeAgain(connection, subscription);
+                else this.#subscribeOn(connection, subscription);
+            }
         }
         this.#handOver(subscription);
     }
@@ -1123,6 +1160,74 @@ export class SessionMachine {
         if (Object.keys(p).length === 0) return;
         this.#send(connection, { type: "ack", p });
         this.#setTimer("ack", connection.ack_s);
+    }
+
+    // Presence
+
+    #askMembers() {
+        const connection = this.#main();
+        if (connection?.phase !== "connected") return;
+        for (const { id, interest, roster } of this.subscriptions.values()) {
+            if (roster === null || roster.listed !== null || roster.asked === connection.id) continue;
+            const link = connection.links.get(id);
+            if (!link || link.s === null || link.pending || link.failed) continue;
+            const ref = connection.next_ref;
+            connection.next_ref += 1;
+            connection.refs.set(ref, { members: id });
+            roster.asked = connection.id;
+            this.#send(connection, { type: "members", ref, channel: interest.presence });
+        }
+    }
+
+    #askAgain(subscription) {
+        if (subscription) subscription.roster.asked = null;
+    }
+
+    #onMembers(connection, { ref, members, count, epoch, offset }) {
+        const subscription = this.#asked(connection, ref);
+        if (!subscription) return;
+        const { id, received, roster } = subscription;
+        if (received.epoch !== epoch) {
+            this.#setTimer(`members:${id}`, BACKOFF_S); // The log was lost: its gap comes first.
+            return;
+        }
+        const { waiting } = roster;
+        Object.assign(roster, { listed: { epoch, offset }, asked: null, waiting: [] });
+        this.#act("members", { sub: id, members, count });
+        for (const { change, at } of waiting) this.#reportChange(subscription, change, at);
+    }
+
+    /** The presence whose list was asked for with this number, if its answer still counts. */
+    #asked(connection, ref) {
+        const sub = connection.refs.get(ref)?.members;
+        if (sub === undefined) return null;
+        connection.refs.delete(ref);
+        const subscription = this.subscriptions.get(sub);
+        const { asked, listed } = subscription?.roster ?? {};
+        return asked === connection.id && listed === null ? subscription : null;
+    }
+
+    #onMemberChange(subscription, item) {
+        const { received, roster } = subscription;
+        const change = readChange(item);
+        if (change === null) return;
+        if (roster.listed !== null) {
+            this.#reportChange(subscription, change, received);
+        } else {
+            roster.waiting.push({ change, at: received });
+            if (roster.waiting.length > CHANGES_MAX) Object.assign(roster, { asked: null, waiting: [] });
+        }
+    }
+
+    #reportChange({ id, roster }, change, at) {
+        const { epoch, offset } = roster.listed;
+        if (at.epoch === epoch && at.offset > offset) this.#act("member", { sub: id, ...change });
+    }
+
+    #onMembersGap(subscription, { type: _, ...gap }) {
+        this.#clearTimer(`members:${subscription.id}`);
+        Object.assign(subscription.roster, { listed: null, asked: null, waiting: [] });
+        this.#act("members_gap", { sub: subscription.id, gap });
     }
 
     // Publications
@@ -1173,6 +1278,11 @@ export class SessionMachine {
         }
         const request = connection.refs.get(frame.ref);
         if (!request) return;
+        if (request.members !== undefined) {
+            const subscription = this.#asked(connection, frame.ref);
+            if (subscription) this.#setTimer(`members:${subscription.id}`, Math.max(BACKOFF_S, retry_after_s));
+            return;
+        }
         connection.refs.delete(frame.ref);
         if (request.publish !== undefined) {
             this.unanswered -= 1;
@@ -1233,7 +1343,7 @@ export class SessionMachine {
         this.move = null;
         if (conn === null) return;
         const connection = this.connections.get(conn);
-        this.#closeQuietly(connection);
+        this.#closeQuietly(connection, CLOSE_MOVE_FAILED);
         this.#stay();
     }
 
@@ -1319,6 +1429,28 @@ function assert(condition, message) {
     if (!condition) throw new Error(`broken invariant: ${message}`);
 }
 
+/** Whether a subscription has no links, as its handler is behind. */
+function isAway(subscription) {
+    return subscription !== undefined && subscription.paused && !subscription.present;
+}
+
+/** What an event subscribes to. */
+function interestOf({ channel, presence, query, params }) {
+    if (channel !== undefined) return { channel };
+    return presence === undefined ? { query, params: params ?? {} } : { presence };
+}
+
+/** The join or leave that a publication of a presence holds; null for something else. */
+function readChange({ d }) {
+    try {
+        const [[change, { user, member }]] = Object.entries(JSON.parse(d));
+        const is_change = (change === "join" || change === "leave") && isText(user) && isText(member);
+        return is_change ? { change, user, member } : null;
+    } catch {
+        return null;
+    }
+}
+
 /** @param {number} attempts */
 function backoff_s_max(attempts) {
     return Math.min(BACKOFF_S_MAX, BACKOFF_S * 2 ** Math.min(attempts, 16));
@@ -1393,6 +1525,56 @@ export class Subscription {
     /** Hand over nothing more, not even what waits for the handler; forget the stored position. */
     unsubscribe() {
         this.#client.unsubscribe(this);
+    }
+}
+
+/**
+ * Who is present on a channel. Made by `Dynamoth.presence`.
+ *
+ * `members` maps each member to its user, and is current; `count` counts all, also where there are too many for a list.
+ * Both are empty until `onChange` gets `list`.
+ */
+export class Presence {
+    #client;
+    #is_listed = false;
+
+    /** @param {any} client @param {string} channel */
+    constructor(client, channel) {
+        this.#client = client;
+        this.channel = channel;
+        /** @type {Map<string, string>} */
+        this.members = new Map();
+        this.count = 0;
+    }
+
+    /** Watch no more. */
+    close() {
+        this.#client.unsubscribe(this);
+    }
+
+    /** For `Dynamoth` only. Returns the changes that make the difference. @param {any} action */
+    apply(action) {
+        if (action.type === "members") {
+            return this.#begin(new Map(action.members.map(([user, member]) => [member, user])), action.count);
+        }
+        const { change: type, user, member } = action;
+        if (type === "join") this.members.set(member, user);
+        else this.members.delete(member);
+        this.count += type === "join" ? 1 : -1;
+        return [{ type, user, member }];
+    }
+
+    #begin(members, count) {
+        const before = this.members;
+        const difference = (type, these, those) => {
+            const only_these = [...these].filter(([member]) => !those.has(member));
+            return only_these.map(([member, user]) => ({ type, user, member }));
+        };
+        this.members = members;
+        this.count = count;
+        if (this.#is_listed) return [...difference("leave", before, members), ...difference("join", members, before)];
+        this.#is_listed = true;
+        return [{ type: "list" }];
     }
 }
 
@@ -1504,21 +1686,48 @@ export class Dynamoth extends EventTarget {
             throw new TypeError('since must be "new" or a position {epoch, offset}');
         }
         if (stored && since === "new") throw new TypeError("a stored subscription does not begin with what is new");
+        const copy = "channel" in interest
+            ? { channel: interest.channel, ...(interest.present ? { present: true } : {}) }
+            : { query: interest.query, params: { ...interest.params } };
+        const made = (actions) => new Subscription(actions, copy);
+        const [id, subscription] = this.#add(key, made, { handler, onGap, onError });
+        const options = { ...(since === undefined ? {} : { since }), ...(stored ? { stored } : {}) };
+        this.#feed({ type: "subscribe", sub: id, ...copy, ...options });
+        return subscription;
+    }
+
+    /**
+     * Watch who is present on a channel: those who have subscribed to it with `present`.
+     * @param {string} channel
+     * @param {(change: {type: "list"} | {type: "join" | "leave", user: string, member: string} | {type: "gap"} & Gap,
+     *     presence: Presence) => void} onChange called with `list` once `members` is known, then with each change. The
+     *     joins and leaves that make the difference follow a `gap`
+     * @param {object} [options]
+     * @param {(error: DynamothError, presence: Presence) => void} [options.onError] as with `subscribe`
+     * @returns {Presence}
+     * @throws {TypeError} for a name that no broker takes
+     * @throws {DynamothError} `duplicate` for a channel that is watched, `closed` after the end
+     */
+    presence(channel, onChange, { onError } = {}) {
+        const key = interestKey({ presence: channel });
+        if (typeof onChange !== "function") throw new TypeError("onChange must be a function");
+        const made = (actions) => new Presence(actions, channel);
+        const [id, presence] = this.#add(key, made, { handler: onChange, onError });
+        this.#feed({ type: "subscribe", sub: id, presence: channel });
+        return presence;
+    }
+
+    #add(key, make, handlers) {
         this.#refuseWhenEnded();
         if (this.#ids.has(key)) {
             const message = "there is a subscription of this interest; a client has at most one";
             throw new DynamothError({ code: "duplicate", message, retry: "never" });
         }
         const id = this.#next_id++;
-        const copy = "channel" in interest
-            ? { channel: interest.channel }
-            : { query: interest.query, params: { ...interest.params } };
-        const subscription = new Subscription(this.#actions(id), copy);
-        this.#subscriptions.set(id, { subscription, key, handler, onGap, onError });
+        const subscription = make(this.#actions(id));
+        this.#subscriptions.set(id, { subscription, key, ...handlers });
         this.#ids.set(key, id);
-        const options = { ...(since === undefined ? {} : { since }), ...(stored ? { stored } : {}) };
-        this.#feed({ type: "subscribe", sub: id, ...copy, ...options });
-        return subscription;
+        return [id, subscription];
     }
 
     /**
@@ -1617,6 +1826,8 @@ export class Dynamoth extends EventTarget {
             case "set_timer": this.#setTimer(action); break;
             case "clear_timer": clearTimeout(this.#timers.get(action.timer)); break;
             case "hand_over": this.#handOver(action.sub, action.item); break;
+            case "members": case "member": this.#onMembers(action); break;
+            case "members_gap": this.#report(action.sub, [{ type: "gap", ...action.gap }]); break;
             case "get_token": this.#getToken(); break;
             case "save": this.#save(action.state); break;
             case "published": this.#settle(action.id)?.resolve(receipt(action)); break;
@@ -1688,6 +1899,23 @@ export class Dynamoth extends EventTarget {
             this.#onError({ code: "handler_failed", message: `a handler has failed: ${cause}`, retry: "never" }, cause);
         }
         this.#feed({ type: "handled", sub: id });
+    }
+
+    #onMembers(action) {
+        const presence = this.#subscriptions.get(action.sub)?.subscription;
+        if (presence) this.#report(action.sub, presence.apply(action));
+    }
+
+    #report(id, changes) {
+        for (const change of changes) {
+            const entry = this.#subscriptions.get(id); // Each call can end it.
+            try {
+                entry?.handler(change, entry.subscription);
+            } catch (cause) {
+                const message = `a handler has failed: ${cause}`;
+                this.#onError({ code: "handler_failed", message, retry: "never" }, cause);
+            }
+        }
     }
 
     async #getToken() {

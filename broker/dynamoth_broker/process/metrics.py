@@ -24,6 +24,7 @@ _COUNTERS = {
     "positions_stored": "Positions of users that log servers have stored",
     "positions_dropped": "Positions that were not stored, as too many waited for log servers",
     "acks_ignored": "Acknowledgements of users that are of no stored subscription, or of what the log does not have",
+    "presence_failed": "Changes of presence that a log server has not answered: the next refresh repairs them",
     "slow_sessions": "Times that a user has fallen behind, as the connection was full",
     "slow_sessions_closed": "Connections that were closed as their users were behind for too long, or too many were",
     "conflated": "Publications that a user who was behind did not get, as a later one replaced them",
@@ -51,6 +52,7 @@ def _collect(machine: BrokerMachine, lag_s: Callable[[], float]) -> Iterator[Met
     yield gauge("sessions", "Users that are connected", len(machine.sessions))
     yield gauge("subscriptions", "Subscriptions of users", subscriptions)
     yield gauge("interests", "Different subscriptions; Redis sees each once", len(machine.interests))
+    yield gauge("members", "Users who are present on a channel, once for each channel", machine.presence.members)
     yield gauge("draining", "1 while users are moved away, and none are taken", machine.is_draining)
     yield gauge("logs_down", "Log servers that do not answer", len(machine.logs.faults))
     rates = machine.control.rates

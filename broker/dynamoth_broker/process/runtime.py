@@ -381,7 +381,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         if user.timeout is not None:
             user.timeout.cancel()
         if user.is_opened:
-            self._driver.handle(Closed(conn))
+            self._driver.handle(Closed(conn, conn.close_code))
             if not self._machine.sessions:
                 self._is_empty.set()
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from websockets.frames import Frame as WebSocketFrame
 from websockets.frames import Opcode
 
+from dynamoth_broker.events import LOST
 from dynamoth_broker.process.frames import FRAME_BYTES_MAX, Encoding, Frame, encode_json, encode_msgpack
 
 UNSENT_BYTES_MAX = 1024 * 1024
@@ -154,6 +155,11 @@ class UserConnection(ABC):
     def is_stream(self) -> bool:
         """Whether this is a stream of server-sent events, whose frames carry positions."""
         return False
+
+    @property
+    def close_code(self) -> int:
+        """The code with which the user has closed the connection, once it has ended; 1006 without one."""
+        return LOST
 
     @property
     @abstractmethod

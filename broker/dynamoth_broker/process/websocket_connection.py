@@ -16,6 +16,7 @@ from websockets.protocol import Protocol as Parser
 from websockets.protocol import State as ParserState
 
 from dynamoth.errors import MalformedMessage
+from dynamoth_broker.events import LOST
 from dynamoth_broker.process.frames import Encoding, parse_json, parse_msgpack
 from dynamoth_broker.process.handshake import JSON, REQUEST_BYTES_MAX, Handshake
 from dynamoth_broker.process.transport import Prepared, UserConnection, abort_above
@@ -71,6 +72,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
 
     __slots__ = (
         "_abort_above",
+        "_close_code",
         "_discarded",
         "_is_text",
         "_opened",
@@ -91,6 +93,7 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         self._server = server
         self._state = State.HANDSHAKE
         self._transport: asyncio.Transport | None = None
+        self._close_code = LOST
         #: Only while a message or the handshake is incomplete.
         self._parser: Parser | None = None
         #: Of the bytes that this parser was given, those of incomplete frames. If the client has written a length in
@@ -125,6 +128,11 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
         """Address and port of the other side; empty when the connection has ended."""
         address = self.get_extra_info("peername")
         return "" if address is None else f"{address[0]}:{address[1]}"
+
+    @property
+    def close_code(self) -> int:
+        """The code with which the user has closed the connection, once it has ended; 1006 without one."""
+        return self._close_code
 
     @property
     def unsent_bytes(self) -> int:
@@ -317,6 +325,8 @@ class WebSocketConnection(asyncio.BufferedProtocol, UserConnection):
             self._unparsed_bytes -= _bytes_at_least(each)
             self._handle(each)
         if parser.state is not ParserState.OPEN:
+            if parser.close_rcvd is not None:
+                self._close_code = parser.close_rcvd.code
             self._end_as_parsed(answers, broken=parser.parser_exc is not None)
             return
         if answers and self._state is State.OPEN and not self._over:  # pongs: none for those who do not read

@@ -48,6 +48,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "broker": (
         *("+subscribe", "+unsubscribe", "+publish", "+hmget", "+pubsub|numsub", "+pubsub|channels"),
         *("+eval", "+hset", "+hdel", "+del", "+pexpire", "+xadd", "+xrange", "+get", "+set"),
+        *("+time", "+hget", "+hgetall", "+hlen", "+hscan", "+zadd", "+zrem", "+zscore", "+zrangebyscore"),
     ),
     "coordinator": ("+subscribe", "+publish", "+set", "+get", "+pexpire", "+del", "+pubsub|numsub"),
     "operator": ("+subscribe", "+unsubscribe", "+publish", "+hmget", "+hgetall", "+pubsub|numsub"),

@@ -54,6 +54,12 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
             "broker.history: channels are to be logged, and there is no log server: give broker.logs, as"
             " 'l1=redis://10.0.0.1:6379 l2=redis://10.0.0.2:6379'"
         )
+    presence = tuple(broker.presence.split())
+    if presence and not logs:
+        raise ConfigError(
+            "broker.presence: who is present is kept at log servers, and there is none: give broker.logs, as"
+            " 'l1=redis://10.0.0.1:6379 l2=redis://10.0.0.2:6379'"
+        )
     link = link_options(loaded, CLIENT_NAME, tuple(logs.values()))
     servers = cluster_servers(loaded)
     options = BrokerOptions(
@@ -65,6 +71,9 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
         logs={id_: address.url() for id_, address in logs.items()},
         history=history,
         conflate=tuple(broker.conflate.split()),
+        presence=presence,
+        presence_ttl_s=broker.presence_ttl_s,
+        presence_grace_s=broker.presence_grace_s,
         log=LogOptions(broker.retained_min, broker.log_ttl_s, broker.log_durable),
         alternates=_alternates(loaded),
     )

@@ -167,7 +167,7 @@ class BrokerApp:
     def ended(self, wire: Wire, code: int, reason: str) -> None:
         """Note that a user's connection is gone."""
         if self.wires.pop(wire.id, None) is not None and wire.is_opened:
-            self._tell(Closed(wire.id))
+            self._tell(Closed(wire.id, code))
 
     def move(self, connection: int, to: tuple[str, ...]) -> None:
         """Ask a user to move."""

@@ -31,6 +31,7 @@ from dynamoth_broker.users import Users
 from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import BarrierPassed
 from dynamoth_sim.edge.mutations_of_positions import CHECKS_OF_POSITIONS
+from dynamoth_sim.edge.mutations_of_presence import CHECKS_OF_PRESENCE
 from dynamoth_sim.edge.mutations_of_users import CHECKS_OF_USERS
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
 
@@ -413,6 +414,7 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-channel-moves-first", barriers_pass_at_any_place, "expected"),
     Check("edge-slow-user-moves", bye_before_gaps, "G5"),
     Check("edge-drained", users_are_asked_once, "expected"),
+    *CHECKS_OF_PRESENCE,
     *CHECKS_OF_USERS,
     *CHECKS_OF_POSITIONS,
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from dynamoth.edge.interests import Interest
+from dynamoth.edge.interests import Interest, presence_interest
 from dynamoth.plan.plan import Assignment, Mode, single
 from dynamoth_broker.events import BrokerOptions, Drain, EndDrain
 from dynamoth_sim.audit import Violation
@@ -46,13 +46,22 @@ class EdgeProfile(Setting):
     edge: EdgeOptions = field(default_factory=EdgeOptions)
 
 
-PLANNED = ("move user", "move user", "move users", "join", "leave", "drain broker")
+MOVES = ("move user", "move user", "move users", "drain broker")
+PLANNED = (*MOVES[:3], "join", "leave", "drain broker")
 CRASHES = ("crash broker", "crash user", "cut user", "cut log", "freeze user")
 
 PATIENT = EdgeOptions(
     broker=replace(SHORT_BROKER_OPTIONS, pong_timeout_s=5.0), user=replace(SHORT_USER_OPTIONS, silence_s=5.0)
 )
 """Nobody takes an end that was paused, perhaps several times in a row, for dead."""
+
+STEADY = replace(
+    PATIENT,
+    broker=replace(PATIENT.broker, presence_grace_s=2.0, presence_ttl_s=4.0),
+    presence=("ch0", "log1"),
+    presence_is_steady=True,
+)
+"""Every user comes back within the time of grace."""
 
 COORDINATOR_FAULTS = ("crash coordinator", "pause coordinator", "cut coordinator")
 
@@ -113,6 +122,28 @@ EDGE_PROFILES = {
             losses_allowed=True,
             edge=EdgeOptions(logs_may_fail=True, retained_min=8, stored_users=2),
         ),
+        EdgeProfile(
+            name="edge-presence",
+            faults=(
+                *PLANNED,
+                *CRASHES,
+                "quit user",
+                "lose user",
+                "pause broker",
+                "pause user",
+                "restart log",
+                "restore log",
+                "flush log",
+            ),
+            losses_allowed=True,
+            edge=EdgeOptions(logs_may_fail=True, presence=("ch0", "log1"), unread_max=100),
+        ),
+        EdgeProfile(
+            name="edge-presence-steady",
+            faults=(*MOVES, "crash broker", "cut user", "cut log", "pause broker", "pause user", "lose publication"),
+            losses_allowed=True,
+            edge=STEADY,
+        ),
     )
 }
 
@@ -141,6 +172,8 @@ class EdgeChaos:
             "cut coordinator": self._cut_coordinator,
             "crash broker": self._crash_broker,
             "crash user": self._crash_user,
+            "quit user": self._quit_user,
+            "lose user": self._lose_user,
             "cut user": self._cut_user,
             "freeze user": self._freeze_user,
             "cut log": self._cut_log,
@@ -303,6 +336,19 @@ class EdgeChaos:
             user.crash()
             self._until(DOWN_S_MAX * self._random.random(), lambda: None if user.is_alive else user.start())
 
+    def _quit_user(self) -> None:
+        """A user closes the application, and opens it again later; perhaps at once."""
+        user = self._random.choice(self._edge.users)
+        if user.process is not None and not user.process.paused:
+            user.quit()
+            self._until(DOWN_S_MAX * self._random.random(), lambda: None if user.is_alive else user.start())
+
+    def _lose_user(self) -> None:
+        """A user who is present dies, and does not come back."""
+        alive = [user for user in self._edge.users if user.is_alive and user.present]
+        if len(alive) > USERS // 2:
+            self._random.choice(alive).abandon()
+
     def _cut_user(self) -> None:
         wires = [wire for user in self._served() for wire in user.wires.values()]
         if wires:
@@ -370,7 +416,7 @@ def _live(edge: EdgeWorld, profile: EdgeProfile) -> list[Violation]:
     world.run_until(world.now + RECOVERY_S)
     if not world.run_until_true(cluster.settled, world.now + SETTLE_S_MAX):
         violations.append(Violation("settling", "; ".join(cluster.unsettled()), world.now))
-    violations += edge.problems()
+    violations += [*edge.problems(), *edge.problems_of_presence()]
     edge.logged_audit.calm()
     cluster.audit.calm()
     workload.publish_everywhere()
@@ -397,7 +443,11 @@ class _Workload:
         for number in range(USERS):
             interests = random.sample(every, random.randint(1, len(every)))
             is_stored = number < edge.options.stored_users
-            self._start(edge.add_user(f"u{number}", interests, is_stored=is_stored))
+            user = edge.add_user(f"u{number}", interests, is_stored=is_stored)
+            if edge.options.presence:
+                user.present.update(random.sample(edge.options.presence, random.randint(1, len(edge.options.presence))))
+                interests.append(presence_interest(random.choice(edge.options.presence)))
+            self._start(user)
         for number in range(PUBLISHERS):
             user = edge.add_user(f"v{number}", [random.choice(edge.logged)])
             self._publishers.append(user)

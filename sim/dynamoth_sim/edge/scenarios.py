@@ -14,6 +14,7 @@ from dynamoth_broker.interests import FRAME_BYTES
 from dynamoth_sim.edge.scenarios_of_logs import BACKLOG, OF_LOGS
 from dynamoth_sim.edge.scenarios_of_moves import MOVING
 from dynamoth_sim.edge.scenarios_of_positions import OF_POSITIONS
+from dynamoth_sim.edge.scenarios_of_presence import OF_PRESENCE
 from dynamoth_sim.edge.stage import AT_ONCE_S, NEVER_S, SELDOM_CHECKED, EdgeScenario, EdgeStage
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions
 
@@ -353,5 +354,6 @@ EDGE_SCENARIOS: dict[str, EdgeScenario] = {
     **OF_LOGS,
     **MOVING,
     **OF_POSITIONS,
+    **OF_PRESENCE,
 }
 """Every scenario by its name."""

@@ -295,4 +295,6 @@ class EdgeStage(Stage):
 
     def violations(self) -> list[Violation]:
         """Return everything that went wrong."""
-        return [*super().violations(), *self.edge.problems(), *self.edge.logged_audit.finish(self.world.now)]
+        edge = self.edge
+        problems = [*edge.problems(), *edge.problems_of_presence()]
+        return [*super().violations(), *problems, *edge.logged_audit.finish(self.world.now)]

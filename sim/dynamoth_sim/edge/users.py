@@ -17,6 +17,7 @@ from dynamoth_sim.world.process import Process
 from dynamoth_sim.world.world import World
 from dynamoth_user.machine.events import (
     AddSubscription,
+    Close,
     CloseConnection,
     Confirmed,
     ConnectionClosed,
@@ -27,6 +28,8 @@ from dynamoth_user.machine.events import (
     FrameReceived,
     Handled,
     Interrupted,
+    MemberChanged,
+    MembersListed,
     NeedToken,
     OpenConnection,
     PublishEnded,
@@ -106,6 +109,11 @@ class UserApp:
         self._life = 0
         #: Interests that are confirmed in this life.
         self.confirmed: dict[str, None] = {}
+        #: Channels on which others are to see it.
+        self.present: set[str] = set()
+        #: What it knows of who is present: user by member, by channel; and each change that it has seen in this life.
+        self.rosters: dict[str, dict[str, str]] = {}
+        self.changes: list[tuple[str, str]] = []
         self.moved = 0
         self.problems: list[str] = []
         # Publishing.
@@ -144,15 +152,42 @@ class UserApp:
     def subscribe(self, interest: Interest) -> None:
         """Subscribe to one of its interests."""
         assert self.process is not None
-        is_stored = self.is_stored and self.edge.is_logged(interest)
+        is_stored = self._is_stored(interest)
         since = None if is_stored else self._stored.get(interest.id)
-        self.process.handle(AddSubscription(interest, since, is_stored))
+        is_present = interest.kind == "channel" and interest.name in self.present
+        self.process.handle(AddSubscription(interest, since, is_stored, is_present))
+
+    def _is_stored(self, interest: Interest) -> bool:
+        return self.is_stored and interest.kind == "channel" and self.edge.is_logged(interest)
 
     def crash(self) -> None:
         """End at once. Positions that were handled stay; what it had of live interests is lost."""
         assert self.process is not None
-        self.process.crash("crashes")
+        self._end_process("crashes")
+        self._end_publish(failed=True)
+
+    def quit(self) -> None:
+        """End as applications do: close the client."""
+        assert self.process is not None
+        self.process.handle(Close())
+        self._end_process("quits")
+        self._end_publish(failed=True)
+
+    def abandon(self) -> None:
+        """End at once, and for good."""
+        self.crash()
+        for interest in self.interests:
+            if interest.id in self._stored and interest.kind == "channel":
+                channel, audit = interest.name.encode(), self.edge.audit_of(interest)
+                audit.ended(self._subscriber(interest), channel, self.world.now)
+        self.interests.clear()
+
+    def _end_process(self, reason: str) -> None:
+        assert self.process is not None
+        self.process.crash(reason)
         self.process = None
+        self.rosters.clear()
+        self.changes.clear()
         for wire in self.wires.values():
             wire.lose(0.1, self.world.random.random)
         self.wires = {}
@@ -162,12 +197,11 @@ class UserApp:
         now = self.world.now
         for interest in self.interests:
             self._note_end(interest)
-            if interest.id not in self._stored:
+            if interest.id not in self._stored and interest.kind == "channel":
                 self.edge.audit_of(interest).ended(self._subscriber(interest), interest.name.encode(), now)
-        self._end_publish(failed=True)
 
     def _note_end(self, interest: Interest) -> None:
-        if not self.is_stored or not self.edge.is_logged(interest):
+        if not self._is_stored(interest):
             return
         self._look_at_stored(interest)
         handled = self._stored.get(interest.id)
@@ -207,6 +241,10 @@ class UserApp:
         self.confirmed.pop(interest.id, None)
         self._note_end(interest)
         self._stored.pop(interest.id, None)
+        if interest.kind == "presence":
+            self.rosters.pop(interest.name, None)
+            self.process.handle(RemoveSubscription(interest))
+            return
         channel, audit = interest.name.encode(), self.edge.audit_of(interest)
         audit.ending(self._subscriber(interest), channel)
         audit.ended(self._subscriber(interest), channel, self.world.now)
@@ -214,6 +252,11 @@ class UserApp:
         waiting = [item for item in self._queue if item.interest != interest]
         if len(waiting) != len(self._queue):
             self._queue = deque(waiting)
+
+    def prefer(self, url: str) -> None:
+        """Let the next start try this broker first."""
+        others = tuple(each for each in self._options.urls if each != url)
+        self._options = replace(self._options, urls=(url, *others))
 
     # Connections.
 
@@ -252,6 +295,13 @@ class UserApp:
                 wire = self.wires.get(number)
                 if wire is not None:
                     wire.send_up(to_wire(frame))
+            case MembersListed(interest, members, _):
+                self.rosters[interest.name] = dict(members)
+                self._note(f"sees {len(members)} members", interest)
+            case MemberChanged():
+                self._change_members(action)
+            case DeliverGap(interest) if interest.kind == "presence":
+                self._note(f"misses members: {action.reason}", interest)
             case Deliver() | DeliverGap():
                 self._queue.append(action)
                 self._handle_next()
@@ -282,11 +332,25 @@ class UserApp:
 
     def _confirm(self, interest: Interest, position: Position | None) -> None:
         self.confirmed[interest.id] = None
+        if interest.kind == "presence":
+            self._note("is confirmed", interest)
+            return
         if position is not None:
             self._stored.setdefault(interest.id, position)
             self._check_beginning(interest, position)
         self._note("is confirmed", interest)
         self.edge.audit_of(interest).confirmed(self._subscriber(interest), interest.name.encode(), self.world.now)
+
+    def _change_members(self, action: MemberChanged) -> None:
+        roster, member = self.rosters[action.interest.name], action.member
+        self.changes.append(("join" if action.is_join else "leave", member))
+        if action.is_join == (member in roster):
+            self.problems.append(f"{self.name} sees a second {self.changes[-1]} on {action.interest.name}")
+        if action.is_join:
+            roster[member] = action.user
+        else:
+            roster.pop(member, None)
+        self._note(" ".join(self.changes[-1]), action.interest)
 
     def _handle_next(self) -> None:
         """Begin to handle the next publication, unless the application is at work."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from dynamoth.edge.interests import Interest, channel_interest
+from dynamoth.edge.interests import Interest, channel_interest, presence_interest
 from dynamoth.edge.log import LogOptions, log_server
 from dynamoth.edge.positions import parse_found, position_key
+from dynamoth.edge.presence import member_id, presence_keys
 from dynamoth.edge.publications import Position
 from dynamoth.plan.plan import Server
 from dynamoth_broker.coordinator.machine import CoordinatorMachine
@@ -46,6 +47,8 @@ SHORT_BROKER_OPTIONS = BrokerOptions(
     move_timeout_s=1.0,
     move_spread_s=0.1,
     grace_s=2.0,  # more than a message is held after a loss, as in production
+    presence_ttl_s=1.5,
+    presence_grace_s=0.5,
 )
 
 SHORT_USER_OPTIONS = UserOptions(
@@ -96,6 +99,10 @@ class EdgeOptions:
     #: Channels with a log, and plain ones.
     logged: tuple[str, ...] = ("log1", "log2", "log3")
     live: tuple[str, ...] = ("ch0", "ch1")
+    #: Those on which users see who is present.
+    presence: tuple[str, ...] = ()
+    #: Whether every user comes back in time and unsubscribes from nothing: nobody may see anybody leave.
+    presence_is_steady: bool = False
     #: Whether publications of logged interests may be lost, with a gap: where their servers fail.
     logs_may_fail: bool = False
     retained_min: int = 1000
@@ -158,6 +165,7 @@ class EdgeWorld:
             ),
             logs={id_: server.url for id_, server in self.logs.items()},
             history=self.options.logged,
+            presence=self.options.presence,
             alternates=tuple(url for url in urls if url != f"wss://{name}"),
             log=LogOptions(self.options.retained_min),
         )
@@ -186,7 +194,7 @@ class EdgeWorld:
 
     def is_logged(self, interest: Interest) -> bool:
         """Return whether an interest has a log."""
-        return interest.name in self.options.logged
+        return interest.kind != "channel" or interest.name in self.options.logged
 
     def stored_position(self, session: str, interest: Interest) -> Position | None:
         """Return the position that the log server has for a session."""
@@ -218,6 +226,33 @@ class EdgeWorld:
         if server.up:
             server.stop()
         server.start(snapshot)
+
+    def present(self, channel: str) -> set[str]:
+        """Return the members that a channel should have: present users whose application runs."""
+        users = [user for user in self.users if user.is_alive and channel in user.present]
+        return {member_id(USER, each.name) for each in users if channel_interest(channel) in each.interests}
+
+    def problems_of_presence(self) -> list[Violation]:
+        """Return where the members that a log server has, or that a user sees, are not those who are connected."""
+        found: list[Violation] = []
+        for user in self.users if self.options.presence_is_steady else ():
+            left = [member for kind, member in user.changes if kind == "leave"]
+            if left:
+                found.append(Violation("presence", f"{user.name} sees {len(left)} members leave", self.world.now))
+        for channel in self.options.presence:
+            present, id_ = self.present(channel), presence_interest(channel).id
+            stored = self.logs[log_server(id_, tuple(self.logs))].hash(presence_keys(id_)[2])
+            seen = {"its log server": {member.decode() for member in stored}}
+            for user in self.users:
+                if user.is_alive and presence_interest(channel) in user.interests:
+                    seen[user.name] = set(user.rosters.get(channel, {"nobody": ""}))
+            for who, members in seen.items():
+                if members != present:
+                    names = {member_id(USER, user.name): user.name for user in self.users}
+                    wrong = ", ".join(sorted(names.get(each, each) for each in members ^ present))
+                    text = f"{who} is wrong about {wrong} on {channel}"
+                    found.append(Violation("presence", text, self.world.now, channel.encode()))
+        return found
 
     def problems(self) -> list[Violation]:
         """Return what users have complained about, and who is not served."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from dynamoth.edge import log, positions
+from dynamoth.edge import log, positions, presence
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
@@ -278,6 +278,8 @@ class RedisServer:
             return log.evaluate(words, partial(self.execute, who))
         if positions.is_script(words):
             return positions.evaluate(words, partial(self.execute, who))
+        if presence.is_script(words):
+            return presence.evaluate(words, partial(self.execute, who))
         if words[0] == b"EVAL":
             return evaluate(words, partial(self.execute, who), ErrorReply)
         if words[0] == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
@@ -475,7 +477,7 @@ _SUBSCRIBING = frozenset((b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBS
 
 
 def _is_of_logs(words: Sequence[bytes]) -> bool:
-    return log.is_script(words) or positions.is_script(words)
+    return log.is_script(words) or positions.is_script(words) or presence.is_script(words)
 
 
 def _to_bytes(word: CommandPart) -> bytes:

@@ -1,4 +1,4 @@
-"""The key space of the simulated Redis: strings, hashes, streams, expiry; no more than our machines use."""
+"""The key space of the simulated Redis: strings, hashes, sets, streams, expiry; no more than our machines use."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Snapshot:
     strings: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
     hashes: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict[bytes, dict[bytes, bytes]])
     streams: dict[bytes, dict[int, list[bytes]]] = field(default_factory=dict[bytes, dict[int, list[bytes]]])
+    sorted_sets: dict[bytes, dict[bytes, float]] = field(default_factory=dict[bytes, dict[bytes, float]])
     expiries: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
 
@@ -43,6 +44,7 @@ class KeySpace:
         self._hashes = {key: dict(fields) for key, fields in snapshot.hashes.items()}
         #: By key: the fields of each entry, by the first part of its id; the second part is always 0.
         self._streams = {key: dict(entries) for key, entries in snapshot.streams.items()}
+        self._sorted_sets = {key: dict(scores) for key, scores in snapshot.sorted_sets.items()}
         self._expiries = dict(snapshot.expiries)
         self._commands: dict[bytes, Callable[[Sequence[bytes]], Any]] = {
             b"HSET": self._hset,
@@ -59,10 +61,16 @@ class KeySpace:
             b"PTTL": self._pttl,
             b"XADD": self._xadd,
             b"XRANGE": self._xrange,
+            b"ZADD": self._zadd,
+            b"ZREM": self._zrem,
+            b"ZSCORE": self._zscore,
+            b"ZRANGEBYSCORE": self._zrangebyscore,
         }
 
     def execute(self, words: Sequence[bytes]) -> Any:
         """Execute a command, given with its name; return the reply."""
+        if words[0] == b"TIME":
+            return [b"%d" % part for part in divmod(int(self._clock() * 1e6), 1_000_000)]
         command = self._commands.get(words[0])
         if command is None:
             raise UnknownCommand(f"{words!r:.200}")
@@ -75,7 +83,8 @@ class KeySpace:
         """Return a copy of everything."""
         hashes = {key: dict(fields) for key, fields in self._hashes.items()}
         streams = {key: dict(entries) for key, entries in self._streams.items()}
-        return Snapshot(dict(self._strings), hashes, streams, dict(self._expiries))
+        sorted_sets = {key: dict(scores) for key, scores in self._sorted_sets.items()}
+        return Snapshot(dict(self._strings), hashes, streams, sorted_sets, dict(self._expiries))
 
     def hash(self, key: bytes) -> dict[bytes, bytes]:
         """Return the fields of a hash; none where there is no such key."""
@@ -85,7 +94,10 @@ class KeySpace:
     @property
     def size_bytes(self) -> int:
         """About how much memory the keys take."""
-        return sum(len(key) + KEY_BYTES for key in (*self._strings, *self._hashes, *self._streams))
+        return sum(len(key) + KEY_BYTES for key in self._names())
+
+    def _names(self) -> list[bytes]:
+        return [*self._strings, *self._hashes, *self._streams, *self._sorted_sets]
 
     def _expire(self, key: bytes) -> None:
         if self._expiries.get(key, float("inf")) <= self._clock():
@@ -93,12 +105,13 @@ class KeySpace:
 
     def _exists(self, key: bytes) -> bool:
         self._expire(key)
-        return key in self._strings or key in self._hashes or key in self._streams
+        return any(key in table for table in (self._strings, self._hashes, self._streams, self._sorted_sets))
 
     def _delete(self, key: bytes) -> None:
         self._strings.pop(key, None)
         self._hashes.pop(key, None)
         self._streams.pop(key, None)
+        self._sorted_sets.pop(key, None)
         self._expiries.pop(key, None)
 
     # Hashes.
@@ -137,7 +150,7 @@ class KeySpace:
         if not self._exists(old):
             return ErrorReply("ERR no such key")
         self._delete(new)
-        for table in (self._strings, self._hashes, self._streams, self._expiries):
+        for table in (self._strings, self._hashes, self._streams, self._sorted_sets, self._expiries):
             _move(table, old, new)
         return b"OK"
 
@@ -179,6 +192,33 @@ class KeySpace:
         begin = 0 if first == b"-" else int(first.removesuffix(b"-0"))
         found = [[b"%d-0" % number, fields] for number, fields in self._streams.get(key, {}).items() if number >= begin]
         return found[: int(most)]
+
+    # Sorted sets.
+
+    def _zadd(self, words: Sequence[bytes]) -> Any:
+        _, key, score, member = words
+        scores = self._sorted_sets.setdefault(key, {})
+        is_new = member not in scores
+        scores[member] = float(score)
+        return int(is_new)
+
+    def _zrem(self, words: Sequence[bytes]) -> Any:
+        scores = self._sorted_sets.get(words[1], {})
+        removed = sum(scores.pop(member, None) is not None for member in words[2:])
+        if not scores:
+            self._delete(words[1])
+        return removed
+
+    def _zscore(self, words: Sequence[bytes]) -> Any:
+        score = self._sorted_sets.get(words[1], {}).get(words[2])
+        return None if score is None else b"%d" % score
+
+    def _zrangebyscore(self, words: Sequence[bytes]) -> Any:
+        _, key, least, most, limit, skip, count = words
+        assert (least, limit, skip) == (b"-inf", b"LIMIT", b"0"), f"ZRANGEBYSCORE with {words!r:.200}"
+        scores = self._sorted_sets.get(key, {})
+        found = sorted((score, member) for member, score in scores.items() if score <= float(most))
+        return [member for _, member in found[: int(count)]]
 
     # Strings.
 

@@ -143,7 +143,7 @@ test("the deadline passes: the client stays, and hands out nothing twice", () =>
     overlap(driver);
     driver.live(2, 3);
     const actions = driver.timer("move_deadline");
-    assert.deepEqual(only(actions, "close").map(({ conn, code }) => [conn, code]), [[2, 1000]]);
+    assert.deepEqual(only(actions, "close").map(({ conn, code }) => [conn, code]), [[2, 4006]]);
     for (const number of [1, 2, 3, 4]) driver.live(1, number);
     assert.deepEqual(driver.seen(), [1, 2, 3, 4]);
     driver.frame(1, "move", { to: [B], within_ms: 0, deadline_ms: 9000 });

@@ -55,12 +55,14 @@ class TokenReady:
 class AddSubscription:
     """Event: the application subscribes. ``since`` None: to what is published from now on.
 
-    If it is *stored*, brokers keep its position, and ``since`` None is that position.
+    If it is *stored*, brokers keep its position, and ``since`` None is that position. ``is_present``: others see that
+    this session is on the channel.
     """
 
     interest: Interest
     since: Position | None = None
     is_stored: bool = False
+    is_present: bool = False
 
 
 @dataclass(slots=True)
@@ -174,6 +176,25 @@ class DeliverGap:
 
 
 @dataclass(slots=True)
+class MembersListed:
+    """Action: these are present on a channel now: user by member. With very many not all are named; all count."""
+
+    interest: Interest
+    members: dict[str, str]
+    count: int
+
+
+@dataclass(slots=True)
+class MemberChanged:
+    """Action: somebody has joined or left since ``MembersListed``."""
+
+    interest: Interest
+    is_join: bool
+    member: str
+    user: str
+
+
+@dataclass(slots=True)
 class Confirmed:
     """Action: a subscription is confirmed, for the first time: what is published from now on is delivered."""
 
@@ -243,8 +264,8 @@ class Failed:
 
 
 UserAction = (
-    OpenConnection | CloseConnection | SendFrame | NeedToken | Deliver | DeliverGap | Confirmed | Refused | PublishEnded
-    | Served | Interrupted | Complained | Failed
+    OpenConnection | CloseConnection | SendFrame | NeedToken | Deliver | DeliverGap | MembersListed | MemberChanged
+    | Confirmed | Refused | PublishEnded | Served | Interrupted | Complained | Failed
 )  # fmt: skip
 
 

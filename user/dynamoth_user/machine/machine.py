@@ -26,6 +26,7 @@ from dynamoth.edge.frames import (
     Data,
     Error,
     Gap,
+    Members,
     Move,
     MovedIn,
     Ping,
@@ -71,6 +72,7 @@ from dynamoth_user.machine.events import (
 )
 from dynamoth_user.machine.live import LiveDelivery
 from dynamoth_user.machine.migration import NORMAL, OLD_BROKER_LOST, Migration
+from dynamoth_user.machine.presence import Rosters
 from dynamoth_user.machine.publishing import Publications
 from dynamoth_user.machine.records import Connection, Role, UserSubscription
 
@@ -94,6 +96,7 @@ class UserMachine:
         self._connections = Connections(options, incarnation, self._timers, self.counters, self._on_closed)
         self._live = LiveDelivery(options)
         self._publications = Publications(options, self._connections)
+        self._rosters = Rosters(options, self._connections, self._timers)
         self._migration = Migration(
             options,
             self._timers,
@@ -113,6 +116,9 @@ class UserMachine:
         """Handle one event; return the actions to execute, in order."""
         if self._is_closed:
             return []
+        return [*self._handle(event, now), *self._rosters.ask()]
+
+    def _handle(self, event: UserEvent, now: float) -> list[UserAction]:
         match event:
             case FrameReceived(number, frame):
                 connection = self._connections.by_number.get(number)
@@ -256,6 +262,8 @@ class UserMachine:
                 return self._migration.on_bye(connection, now)
             case Published(ref, position):
                 return [*self._publications.accept(ref, position), *self._migration.close_old_if_done()]
+            case Members():
+                return self._rosters.on_members(frame, now)
             case Error():
                 return self._on_error(connection, frame, now)
             case Unsubscribed():
@@ -292,6 +300,8 @@ class UserMachine:
             connection.retry_after_s = retry_after_s
             connection.error = error.code, error.message
             return [Complained(error.code, error.message, connection.url)] if connection.is_up else []
+        if self._rosters.on_error(error, now):
+            return []
         ended = self._publications.refuse(error.ref, error)
         if ended is not None:
             return [*ended, *self._migration.close_old_if_done()]
@@ -303,6 +313,7 @@ class UserMachine:
             return self._migration.drop_candidate(connection, now)
         if error.retry == "never":
             del self.subscriptions[subscription.interest.id]
+            self._rosters.remove(subscription.interest.id)
             return [Refused(subscription.interest, error.code, error.message), *self._migration.complete()]
         due = now + max(retry_after_s, self._options.retry_s * (0.5 + self._connections.random()))
         self._timers.add(due, self._ask_again, connection.number, subscription)
@@ -324,8 +335,10 @@ class UserMachine:
         if interest.id in self.subscriptions:
             return []
         subscription = self.subscriptions[interest.id] = UserSubscription(
-            interest, since, is_stored=event.is_stored, handled=since
+            interest, since, is_stored=event.is_stored, is_present=event.is_present, handled=since
         )
+        if interest.kind == "presence":
+            self._rosters.add(subscription)
         subscription.awaits_old = self._connections.of_role(Role.CANDIDATE) is not None
         return [
             SendFrame(each.number, Subscribe(subscription.wanted(self._connections.ask_for(each, interest))))
@@ -336,6 +349,7 @@ class UserMachine:
     def _remove(self, interest: Interest, now: float) -> list[UserAction]:
         if interest.id not in self.subscriptions:
             return []
+        self._rosters.remove(interest.id)
         last_ack = self._acknowledge(now) if self.subscriptions[interest.id].is_stored else []
         del self.subscriptions[interest.id]
         asked = [each for each in self.connections.values() if each.is_asked]
@@ -385,6 +399,8 @@ class UserMachine:
         if frame.o == received.offset + 1:
             position = Position(received.epoch, frame.o)
             subscription.received = position
+            if subscription.interest.kind == "presence":
+                return self._rosters.on_publication(subscription, position, frame.payload)
             return [Deliver(subscription.interest, frame.payload, position)]
         self.counters["offsets_missing"] += 1
         del connection.epochs[frame.s]  # until the answer
@@ -416,6 +432,8 @@ class UserMachine:
         elif position.offset <= received.offset:
             return []  # the other broker has sent it
         subscription.received = position
+        if interest.kind == "presence":
+            self._rosters.on_gap(subscription)
         first = received.offset + 1
         last = position.offset if position.epoch == received.epoch else None
         return [DeliverGap(interest, frame.reason, first, last, position=position)]

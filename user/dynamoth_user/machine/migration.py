@@ -22,6 +22,9 @@ from dynamoth_user.machine.records import Connection, Role, UserSubscription
 
 NORMAL = 1000
 
+MOVE_FAILED = 4006
+"""Closes a connection to a broker that did not take over: the session goes on at the other one."""
+
 OLD_BROKER_LOST = "the former broker was lost during the migration"
 
 
@@ -88,7 +91,7 @@ class Migration:
         """Close the connection to a broker that did not take over, and try the next one."""
         del self._connections.by_number[candidate.number]
         self._counters["moves_failed"] += 1
-        return [CloseConnection(candidate.number, NORMAL, "the move failed"), *self.try_next_target(now)]
+        return [CloseConnection(candidate.number, MOVE_FAILED, "the move failed"), *self.try_next_target(now)]
 
     def try_next_target(self, now: float) -> list[UserAction]:
         """Go on with a migration whose target has failed; without another target, stay."""

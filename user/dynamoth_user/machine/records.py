@@ -78,6 +78,8 @@ class UserSubscription:
     past_epochs: set[int] = field(default_factory=set[int])
     #: Whether brokers keep its position: it begins there, and what was handled is acknowledged.
     is_stored: bool = False
+    #: Whether others see that this session is on the channel.
+    is_present: bool = False
     #: Up to where the application has handled it; what was acknowledged, and over which connection.
     handled: Position | None = None
     acknowledged: Position | None = None
@@ -95,4 +97,4 @@ class UserSubscription:
 
     def wanted(self, ref: int) -> Wanted:
         """Return what a broker is asked for."""
-        return Wanted(ref, self.interest, self.received, self.is_stored)
+        return Wanted(ref, self.interest, self.received, self.is_stored, self.is_present)
