@@ -339,7 +339,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=500.0, help="users that are asked to move per second")
     parser.add_argument("--per-s", type=float, default=0.5, help="publications per second on each of two channels")
     arguments = parser.parse_args()
-    allow_files(2 * arguments.users + 2000)
+    allow_files(3 * arguments.users // 2 + 2000)  # a second connection while one moves
     with ExitStack() as stack:
         bench = _Bench(stack, arguments.users, arguments.rate, arguments.per_s)
         result = asyncio.run(bench.run())
