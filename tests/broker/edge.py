@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import aiohttp
 import jwt
 from websockets.asyncio.client import ClientConnection, connect
 
@@ -142,3 +144,33 @@ class RawUser:
 
     async def close(self) -> None:
         await self.socket.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def encoded_connect(*subs: dict[str, Any]) -> str:
+    """Return the parameter ``connect`` of a stream of server-sent events, of the session "ada"."""
+    connect = {"type": "connect", "v": 1, "session": "ada", "subs": subs}
+    return base64.urlsafe_b64encode(json.dumps(connect).encode()).decode()
+
+
+async def events_until(stream: aiohttp.ClientResponse, type_: str) -> tuple[str, dict[str, Any]]:
+    """Return the id and the frame of the next event of a type."""
+    data: dict[str, Any] = {}
+    id_ = ""
+    while True:
+        line = (await asyncio.wait_for(stream.content.readline(), PATIENCE_S)).decode().rstrip("\n")
+        if line.startswith("data: "):
+            data = json.loads(line.removeprefix("data: "))
+        elif line.startswith("id: "):
+            id_ = line.removeprefix("id: ")
+        elif not line and data:
+            if data["type"] == type_:
+                return id_, data
+            data = {}

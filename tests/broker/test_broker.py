@@ -31,7 +31,16 @@ from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import Redis
 from dynamoth_link.query import query
-from tests.broker.edge import SECRET, RawUser, running_broker, token, write_keys
+from tests.broker.edge import (
+    SECRET,
+    RawUser,
+    encoded_connect,
+    events_until,
+    free_port,
+    running_broker,
+    token,
+    write_keys,
+)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +216,7 @@ def test_a_refused_token_is_logged_with_its_cause_and_counted(
     refused = token(kid="k2")
 
     async def main() -> None:
-        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "http_port": _free_port()}
+        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "http_port": free_port()}
         async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
             user = await RawUser.dial(broker.url)
             await user.send("connect", v=1, session="ada", subs=[], token=refused)
@@ -293,7 +302,7 @@ def test_bad_frames_close_the_connection_and_nobody_elses(
 
 def test_server_sent_events_go_on_from_the_last_event(cluster: LocalCluster, logs: dict[str, str], keys: Path) -> None:
     async def main() -> None:
-        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "sse_port": _free_port()}
+        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "sse_port": free_port()}
         async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
             connect = {"type": "connect", "v": 1, "session": "ada", "subs": [{"ref": 1, "channel": "log-sse"}]}
             encoded = base64.urlsafe_b64encode(json.dumps(connect).encode()).decode()
@@ -301,20 +310,20 @@ def test_server_sent_events_go_on_from_the_last_event(cluster: LocalCluster, log
             headers = {"Authorization": f"Bearer {token()}"}
             writer = await RawUser.open(broker.url, session="writer", token=token())
             async with http.get(url, params={"connect": encoded}, headers=headers) as stream:
-                await _events_until(stream, "moved_in")
+                await events_until(stream, "moved_in")
                 last = ""
                 for text in ("m1", "m2"):
                     await writer.send("publish", ref=1, channel="log-sse", d=text)
-                    last, _ = await _events_until(stream, "data")
+                    last, _ = await events_until(stream, "data")
                 async with http.post(
                     f"{url}/ada", json={"type": "subscribe", "ref": 2, "channel": "live"}, headers=headers
                 ) as answer:
                     assert answer.status == 204
-                await _events_until(stream, "subscribed")
+                await events_until(stream, "subscribed")
             await writer.send("publish", ref=1, channel="log-sse", d="m3")
             await writer.until("published")
             async with http.get(url, params={"connect": encoded}, headers={**headers, "Last-Event-ID": last}) as stream:
-                _, frame = await _events_until(stream, "data")
+                _, frame = await events_until(stream, "data")
                 assert frame["d"] == "m3"
             await writer.close()
 
@@ -342,7 +351,7 @@ def test_who_was_away_gets_everything_at_another_broker(
     async def main() -> None:
         since = await fill_log(logs, "log-away")
         expected = [f"result {number}" for number in range(1, MISSED + 1)]
-        settings: dict[str, Any] = {"log": LogOptions(durable=True), "sse_port": _free_port()}
+        settings: dict[str, Any] = {"log": LogOptions(durable=True), "sse_port": free_port()}
         async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
             user = await RawUser.open(broker.url, {"channel": "log-away", "since": since})
             assert user.answers()[0]["recovered"]
@@ -357,11 +366,11 @@ def test_who_was_away_gets_everything_at_another_broker(
             last = positions.event_id() or ""
             url = f"http://127.0.0.1:{broker.sse_port}/sse"
             async with http.get(url, params={"connect": encoded}, headers={"Last-Event-ID": last}) as stream:
-                assert [(await _events_until(stream, "data"))[1]["d"] for _ in expected] == expected
+                assert [(await events_until(stream, "data"))[1]["d"] for _ in expected] == expected
             for forged in (last[:-2], f"{last}A", last[::-1], "A" * 5000, "{}"):
                 last = forged
                 async with http.get(url, params={"connect": encoded}, headers={"Last-Event-ID": last}) as stream:
-                    assert (await _events_until(stream, "subscribed"))[1]["offset"] == MISSED
+                    assert (await events_until(stream, "subscribed"))[1]["offset"] == MISSED
 
     run(main())
 
@@ -370,40 +379,35 @@ def test_a_stream_that_subscribes_to_too_much_hears_it_at_once_and_resumes_all_t
     cluster: LocalCluster, logs: dict[str, str]
 ) -> None:
     async def main() -> None:
-        settings: dict[str, Any] = {"sse_port": _free_port(), "subscriptions_per_session_max": 1000}
+        settings: dict[str, Any] = {"sse_port": free_port(), "subscriptions_per_session_max": 1000}
         async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{broker.sse_port}/sse"
             connect = encoded_connect({"ref": 0, "channel": "log-many-0"})
             async with http.get(url, params={"connect": connect}) as stream:
-                await _events_until(stream, "moved_in")
+                await events_until(stream, "moved_in")
                 last = ""
                 for ref in range(1, LOGGED_MAX + 1):
                     frame = {"type": "subscribe", "ref": ref, "channel": f"log-many-{ref}"}
                     async with http.post(f"{url}/ada", json=frame) as answer:
                         assert answer.status == 204
                     if ref < LOGGED_MAX:
-                        last, _ = await _events_until(stream, "subscribed")
-                _, error = await _events_until(stream, "error")
+                        last, _ = await events_until(stream, "subscribed")
+                _, error = await events_until(stream, "error")
                 assert (error["code"], error["ref"], error["retry"]) == ("too_many", LOGGED_MAX, "never")
                 assert "use WebSocket" in error["message"]
                 assert len(last) > 4000
             async with http.get(url, params={"connect": connect}, headers={"Last-Event-ID": last}) as stream:
                 assert stream.status == 200
-                await _events_until(stream, "moved_in")
+                await events_until(stream, "moved_in")
 
     run(main())
-
-
-def encoded_connect(*subs: dict[str, Any]) -> str:
-    connect = {"type": "connect", "v": 1, "session": "ada", "subs": subs}
-    return base64.urlsafe_b64encode(json.dumps(connect).encode()).decode()
 
 
 def test_posts_of_others_with_the_same_session_and_refused_tokens_change_nothing(
     cluster: LocalCluster, logs: dict[str, str], keys: Path
 ) -> None:
     async def main() -> None:
-        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "sse_port": _free_port()}
+        settings: dict[str, Any] = {"token_keys_file": str(keys), "anonymous": False, "sse_port": free_port()}
         async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{broker.sse_port}/sse"
             ada, bob = ({"Authorization": f"Bearer {token(sub=sub)}"} for sub in ("ada", "bob"))
@@ -414,13 +418,13 @@ def test_posts_of_others_with_the_same_session_and_refused_tokens_change_nothing
                     return answer.status
 
             async with http.get(url, params=params, headers=ada) as hers:
-                await _events_until(hers, "moved_in")
+                await events_until(hers, "moved_in")
                 async with http.get(url, params=params, headers=bob) as his:
-                    await _events_until(his, "moved_in")
+                    await events_until(his, "moved_in")
                     assert [await post(each, type="pong") for each in (ada, bob)] == [204, 204]
                     assert await post({"Authorization": f"Bearer {token(sub='eve')}"}, type="pong") == 403
                 assert await post(ada, type="refresh", token=token(key=b"another" * 8)) == 204
-                assert (await _events_until(hers, "error"))[1]["code"] == "token_refused"
+                assert (await events_until(hers, "error"))[1]["code"] == "token_refused"
                 assert await post(ada, type="pong") == 204
                 newer = token(exp=time.time() + 120)
                 assert await post(ada, type="refresh", token=newer) == 204
@@ -428,31 +432,6 @@ def test_posts_of_others_with_the_same_session_and_refused_tokens_change_nothing
                 assert await post({"Authorization": f"Bearer {newer}"}, type="pong") == 204
 
     run(main())
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
-async def _events_until(stream: aiohttp.ClientResponse, type_: str) -> tuple[str, dict[str, Any]]:
-    """Return the id and the frame of the next event of a type."""
-    data: dict[str, Any] = {}
-    id_ = ""
-    while True:
-        line = (await asyncio.wait_for(stream.content.readline(), 10)).decode().rstrip("\n")
-        if line.startswith("data: "):
-            data = json.loads(line.removeprefix("data: "))
-        elif line.startswith("id: "):
-            id_ = line.removeprefix("id: ")
-        elif not line and data:
-            if data["type"] == type_:
-                return id_, data
-            data = {}
 
 
 def test_without_keys_nobody_could_log_in() -> None:

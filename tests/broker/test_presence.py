@@ -20,6 +20,7 @@ from dynamoth.edge.frames import (
     Wanted,
 )
 from dynamoth.edge.interests import Interest, channel_interest, presence_interest
+from dynamoth.edge.positions import FIND_SCRIPT
 from dynamoth.edge.presence import CHANGE_SCRIPT, MEMBERS_SCRIPT, member_id
 from dynamoth.edge.publications import LoggedPublication, Position, unpack_publication
 from dynamoth.machine.events import ErrorReply, Replied, Send
@@ -36,6 +37,7 @@ from dynamoth_broker.events import (
     PublishMessage,
     Refreshed,
     Stop,
+    Stopped,
     Transmit,
 )
 from dynamoth_broker.presence import CHANGES_MAX
@@ -127,6 +129,17 @@ def test_who_subscribes_as_present_enters_once_confirmed() -> None:
     assert publications(broker.answer(send, b"joined")) == [LoggedPublication(EPOCH, 1, b"joined")]
 
 
+def test_who_is_present_and_stored_enters_once_its_position_is_known() -> None:
+    broker = PresentBroker(history=("room",))
+    [find] = only(Send, broker.open(1, Wanted(1, CHANNEL, None, is_stored=True, is_present=True), grant=ANN))
+    assert find.args[1] == FIND_SCRIPT
+    [tip] = only(Send, broker.tell(ChannelConfirmed(CHANNEL.log_channel)))
+    assert changes(broker.page(tip, 5)) == []
+    actions = broker.tell(Replied(LOG, find.tag, [b"%016x 5" % EPOCH, 0]))
+    assert frames(actions, 1)[0] == Subscribed(1, CHANNEL.id, Position(EPOCH, 5))
+    assert changes(actions) == [("enter", "session1", 0)]
+
+
 def test_who_is_not_present_changes_nothing() -> None:
     broker = PresentBroker()
     actions = broker.open(1, Wanted(1, CHANNEL))
@@ -179,6 +192,14 @@ def test_a_stop_says_nothing() -> None:
     broker = PresentBroker()
     broker.enter(1)
     assert changes(broker.tell(Stop(), Closed(1, NORMAL))) == []
+
+
+def test_a_broker_that_stops_does_not_wait_for_presence() -> None:
+    broker = PresentBroker()
+    [send] = only(Send, broker.enter(1, is_answered=False))
+    broker.frame(1, Unsubscribe(CHANNEL.id))
+    assert only(Stopped, broker.tell(Stop())) == [Stopped()]
+    assert only(Stopped, broker.answer(send)) == []
 
 
 def test_who_unsubscribes_leaves_at_once() -> None:

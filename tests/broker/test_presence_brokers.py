@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from dynamoth.edge.presence import member_id
@@ -17,7 +18,7 @@ from dynamoth_cli.commands.broker import broker_config
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_user import Client, Join, Leave
-from tests.broker.edge import RawUser, running_broker, token, write_keys
+from tests.broker.edge import RawUser, encoded_connect, events_until, free_port, running_broker, token, write_keys
 
 SETTINGS: dict[str, Any] = {"presence": ("room*",), "presence_ttl_s": 3.0, "presence_grace_s": 1.0}
 
@@ -126,6 +127,36 @@ def test_the_python_client_over_a_move(cluster: LocalCluster, logs: dict[str, st
     run(main())
 
 
+def test_server_sent_events_of_a_presence_go_on_from_the_last_one(cluster: LocalCluster, logs: dict[str, str]) -> None:
+    async def main() -> None:
+        settings = {**SETTINGS, "presence_grace_s": 10.0, "sse_port": free_port()}
+        async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{broker.sse_port}/sse"
+            wanted = {"ref": 1, "presence": "room4"}, {"ref": 2, "channel": "room4", "present": True}
+            connect = {"connect": encoded_connect(*wanted)}
+            own, other = ({"user": "", "member": member_id("", session)} for session in ("ada", "s1"))
+            async with http.get(url, params=connect) as stream:
+                joined = json.loads((await events_until(stream, "data"))[1]["d"])
+                assert joined == {"join": own}
+                user = await RawUser.open(broker.url, {"channel": "room4", "present": True}, session="s1")
+                last, frame = await events_until(stream, "data")
+                assert json.loads(frame["d"]) == {"join": other}
+                question = {"type": "members", "ref": 3, "channel": "room4"}
+                async with http.post(f"{url}/ada", json=question) as answer:
+                    assert answer.status == 204
+                same, listed = await events_until(stream, "members")
+                assert (same, listed["offset"]) == (last, frame["o"])
+                assert sorted(listed["members"]) == sorted(["", each["member"]] for each in (own, other))
+            watcher, _ = await watch(broker.url, "room4", "w")
+            await user.close()
+            assert await changes(watcher, 1) == [{"leave": other}]
+            async with http.get(url, params=connect, headers={"Last-Event-ID": last}) as stream:
+                _, missed = await events_until(stream, "data")
+                assert (missed["o"], json.loads(missed["d"])) == (frame["o"] + 1, {"leave": other})
+
+    run(main())
+
+
 def test_frames_of_presence_that_cannot_be_read(cluster: LocalCluster, logs: dict[str, str]) -> None:
     async def main() -> None:
         async with running_broker(cluster.url, logs, **SETTINGS) as broker:
@@ -133,6 +164,11 @@ def test_frames_of_presence_that_cannot_be_read(cluster: LocalCluster, logs: dic
                 user = await RawUser.open(broker.url)
                 await user.send("members", **frame)
                 assert (await user.until("error"))["code"] == "bad_frame"
+                assert await user.close_code() == 4005
+            for fields in ({"stored": True}, {"since": "stored"}):
+                user = await RawUser.open(broker.url)
+                await user.send("subscribe", ref=1, presence="room", **fields)
+                assert "positions are stored for" in (await user.until("error"))["message"]
                 assert await user.close_code() == 4005
             user = await RawUser.open(broker.url, {"presence": "elsewhere"}, {"channel": "elsewhere", "present": True})
             assert [answer["code"] for answer in user.answers().values()] == ["forbidden", "forbidden"]

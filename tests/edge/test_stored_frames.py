@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamoth.edge.frames import Ack, Connect, Subscribe, Wanted, read_user_frame, to_wire
-from dynamoth.edge.interests import channel_interest, query_interest
+from dynamoth.edge.interests import channel_interest, presence_interest, query_interest
 from dynamoth.edge.publications import Position
 from dynamoth.errors import MalformedMessage
 
@@ -19,8 +19,11 @@ HERE_ON_WIRE = {"epoch": "000000000000000a", "offset": 7}
 @pytest.mark.parametrize("interest", [NEWS, NEAR])
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("since", [None, HERE])
-def test_what_is_written_is_read_again(interest: Any, is_stored: bool, since: Position | None) -> None:
-    wanted = Wanted(3, interest, since, is_stored)
+@pytest.mark.parametrize("is_present", [False, True])
+def test_what_is_written_is_read_again(
+    interest: Any, is_stored: bool, since: Position | None, is_present: bool
+) -> None:
+    wanted = Wanted(3, interest, since, is_stored, is_present)
     for frame in (Subscribe(wanted), Connect("me", subs=(wanted,))):
         assert read_user_frame(to_wire(frame)) == frame
     ack = Ack({interest.id: HERE})
@@ -48,6 +51,14 @@ def test_how_a_stored_subscription_is_asked_for(fields: dict[str, Any], expected
 def test_a_beginning_that_means_nothing_is_malformed(fields: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage):
         read_user_frame({"type": "subscribe", "ref": 1, "channel": "news", **fields})
+
+
+@pytest.mark.parametrize("fields", [{"since": "stored"}, {"stored": True}, {"since": HERE_ON_WIRE, "stored": True}])
+def test_no_position_of_a_presence_is_stored(fields: dict[str, Any]) -> None:
+    frame = {"type": "subscribe", "ref": 1, "presence": "news"}
+    assert read_user_frame({**frame, "stored": False}) == Subscribe(Wanted(1, presence_interest("news")))
+    with pytest.raises(MalformedMessage, match="not for the presence"):
+        read_user_frame({**frame, **fields})
 
 
 @pytest.mark.parametrize(

@@ -164,16 +164,18 @@ def test_a_move_asks_nothing_and_one_that_fails_is_not_the_end_of_the_session() 
     assert [(each.number, each.code) for each in only(CloseConnection, user.pass_time(5.0))] == [(2, MOVE_FAILED)]
 
 
-def test_who_is_present_says_so_on_every_connection() -> None:
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_who_is_present_says_so_on_every_connection(is_stored: bool) -> None:
     user = User()
     channel = channel_interest("log.news")
-    user.tell(Start(), AddSubscription(channel, None, is_present=True))
+    user.tell(Start(), AddSubscription(channel, None, is_stored, is_present=True))
     connect = connect_in(user.tell(ConnectionOpened(1)))
-    assert connect.subs == (Wanted(1, channel, None, is_present=True),)
+    assert connect.subs == (Wanted(1, channel, None, is_stored, is_present=True),)
     user.answer(connect, 1)
     user.tell(ConnectionClosed(1, 1006, "lost"))
     user.pass_time(1.0)
-    assert connect_in(user.tell(ConnectionOpened(2))).subs == (Wanted(2, channel, Position(EPOCH, 0), is_present=True),)
+    again = connect_in(user.tell(ConnectionOpened(2)))
+    assert again.subs == (Wanted(2, channel, Position(EPOCH, 0), is_stored, is_present=True),)
 
 
 # The client.

@@ -57,11 +57,11 @@ PATIENT = EdgeOptions(
 
 STEADY = replace(
     PATIENT,
-    broker=replace(PATIENT.broker, presence_grace_s=2.0, presence_ttl_s=4.0),
+    broker=replace(PATIENT.broker, presence_grace_s=4.0, presence_ttl_s=6.0),
     presence=("ch0", "log1"),
     presence_is_steady=True,
 )
-"""Every user comes back within the time of grace."""
+"""Every user comes back within the time of grace, also one that several brokers in a row send elsewhere."""
 
 COORDINATOR_FAULTS = ("crash coordinator", "pause coordinator", "cut coordinator")
 

@@ -114,6 +114,16 @@ test("who is present says so on every connection", () => {
     assert.deepEqual(driver.open(2).subs, [{ ref: 1, ...wanted, since: { epoch: EPOCH, offset: 10 } }]);
 });
 
+test("who is present may have its position stored, too", () => {
+    const driver = new Driver();
+    driver.do("start");
+    driver.do("subscribe", { sub: 1, channel: "room", present: true, stored: true });
+    const [wanted] = driver.open(1).subs;
+    assert.deepEqual(wanted, { ref: 1, channel: "room", since: "stored", stored: true, present: true });
+    driver.confirmLogged(1, 1, 10);
+    assert.deepEqual(frames(driver.data(1, 11), "ack"), [{ type: "ack", p: { [S]: { epoch: EPOCH, offset: 11 } } }]);
+});
+
 test("who is present stays subscribed with a full queue, and reads again what was dropped", () => {
     const driver = new Driver({ queue_max: 2 });
     driver.finishes = false;
