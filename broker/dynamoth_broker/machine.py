@@ -221,8 +221,8 @@ class BrokerMachine:
                 return []
             case Pong():
                 return []
-            case Subscribe(wanted):
-                return self._subscribing.subscribe(session, wanted, now)
+            case Subscribe(request):
+                return self._subscribing.subscribe(session, request, now)
             case Unsubscribe(s):
                 self._subscribing.unsubscribe(session, s)
                 return [Transmit(session.connection, Unsubscribed(s))]

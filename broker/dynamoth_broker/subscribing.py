@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from dynamoth.edge.frames import Error, MovedIn, Wanted
+from dynamoth.edge.frames import Error, MovedIn, SubscriptionRequest
 from dynamoth.edge.interests import Interest, is_bound
 from dynamoth.globs import compile_glob
 from dynamoth.machine.timers import Timers
@@ -76,20 +76,20 @@ class Subscribing:
 
     # Users.
 
-    def connect(self, session: Session, subs: Sequence[Wanted], now: float) -> list[BrokerAction]:
+    def connect(self, session: Session, subs: Sequence[SubscriptionRequest], now: float) -> list[BrokerAction]:
         """Subscribe to all of these; ``moved_in`` follows the last answer."""
         session.unanswered = len(subs)
         actions: list[BrokerAction] = []
-        for wanted in subs:
-            actions += self.subscribe(session, wanted, now, is_of_connect=True)
+        for request in subs:
+            actions += self.subscribe(session, request, now, is_of_connect=True)
         return actions if subs else [Transmit(session.connection, MovedIn())]
 
     def subscribe(
-        self, session: Session, wanted: Wanted, now: float, *, is_of_connect: bool = False
+        self, session: Session, request: SubscriptionRequest, now: float, *, is_of_connect: bool = False
     ) -> list[BrokerAction]:
         """Subscribe a user, or refuse it. A second subscription to an interest replaces the first."""
-        interest = wanted.interest
-        if error := self._why_not(session, wanted):
+        interest = request.interest
+        if error := self._why_not(session, request):
             refusal: list[BrokerAction] = [Transmit(session.connection, error)]
             return [*refusal, *self._count_answer(session)] if is_of_connect else refusal
         before = session.subscriptions.get(interest.id)
@@ -110,25 +110,25 @@ class Subscribing:
             actions += [SubscribeChannel(shared.channel), *self.unlogged.watch(shared)]
         shared.idle_since = None
         subscription = Subscription(
-            session, shared, wanted.ref, wanted.since, is_of_connect, is_present=wanted.is_present
+            session, shared, request.ref, request.since, is_of_connect, is_present=request.is_present
         )
         session.subscriptions[interest.id] = subscription
         shared.set_stage(subscription, Stage.WAITING)
-        if wanted.is_stored:
+        if request.is_stored:
             actions += self._positions.begin(subscription, now)
         return [*actions, *self._delivery.begin(subscription, now)]
 
-    def _why_not(self, session: Session, wanted: Wanted) -> Error | None:
-        interest, ref = wanted.interest, wanted.ref
+    def _why_not(self, session: Session, request: SubscriptionRequest) -> Error | None:
+        interest, ref = request.interest, request.ref
         if error := self.refusal(session, interest, ref):
             return error
-        if wanted.is_present and not (interest.kind == "channel" and self.presence.is_listed(interest.name)):
+        if request.is_present and not (interest.kind == "channel" and self.presence.is_listed(interest.name)):
             return Error("forbidden", NO_PRESENCE, ref=ref)
         is_new = interest.id not in session.subscriptions
         if is_new and len(session.subscriptions) >= self._options.subscriptions_per_session_max:
             most = self._options.subscriptions_per_session_max
             return Error("too_many", f"one connection has {most} subscriptions at most", ref=ref)
-        return self._why_not_stored(session, wanted) if wanted.is_stored else None
+        return self._why_not_stored(session, request) if request.is_stored else None
 
     def refusal(self, session: Session, interest: Interest, ref: int) -> Error | None:
         """Return why a user may not have anything of an interest; None where it may."""
@@ -142,12 +142,12 @@ class Subscribing:
             return Error("log_unavailable", "this broker has no log servers: see broker.logs", ref=ref)
         return None
 
-    def _why_not_stored(self, session: Session, wanted: Wanted) -> Error | None:
-        if not self.is_logged(wanted.interest):
-            return Error("not_logged", "a channel without a log has no positions: see broker.history", ref=wanted.ref)
+    def _why_not_stored(self, session: Session, request: SubscriptionRequest) -> Error | None:
+        if not self.is_logged(request.interest):
+            return Error("not_logged", "a channel without a log has no positions: see broker.history", ref=request.ref)
         if not session.grant.user:
             reason = "positions are stored for users with a token, as a session without one can be anybody's"
-            return Error("forbidden", reason, ref=wanted.ref)
+            return Error("forbidden", reason, ref=request.ref)
         return None
 
     def unsubscribe(self, session: Session, s: str) -> None:

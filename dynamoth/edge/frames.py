@@ -51,7 +51,7 @@ _F = TypeVar("_F")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SubscriptionRequest:
     """One subscription that a user asks for.
 
     ``since`` None is "from now on". If it is *stored*, that is behind the position that brokers keep for this session.
@@ -74,7 +74,7 @@ class Connect:
     generation: int = 0
     token: str | None = None
     ticket: str | None = None
-    subs: tuple[Wanted, ...] = ()
+    subs: tuple[SubscriptionRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Subscribe:
     """Asks for a subscription, or to read one again from a position."""
 
     type: ClassVar = "subscribe"
-    wanted: Wanted
+    request: SubscriptionRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +286,9 @@ def to_wire(frame: Frame) -> dict[str, Any]:
     match frame:
         case Connect():
             wire["v"] = PROTOCOL_VERSION
-            wire["subs"] = [_wanted_to_wire(wanted) for wanted in frame.subs]
-        case Subscribe(wanted):
-            return wire | _wanted_to_wire(wanted)
+            wire["subs"] = [_request_to_wire(request) for request in frame.subs]
+        case Subscribe(request):
+            return wire | _request_to_wire(request)
         case PublishRequest(_, channel, payload):
             return wire | {"ref": frame.ref, "channel": channel.name} | _payload_to_wire(payload)
         case AskMembers(ref, interest):
@@ -325,18 +325,18 @@ def _position_to_wire(position: Position) -> dict[str, Any]:
     return {"epoch": f"{position.epoch:016x}", "offset": position.offset}
 
 
-def _wanted_to_wire(wanted: Wanted) -> dict[str, Any]:
-    interest = wanted.interest
-    wire: dict[str, Any] = {"ref": wanted.ref, interest.kind: interest.name}
+def _request_to_wire(request: SubscriptionRequest) -> dict[str, Any]:
+    interest = request.interest
+    wire: dict[str, Any] = {"ref": request.ref, interest.kind: interest.name}
     if interest.kind == "query":
         wire["params"] = interest.values
-    if wanted.is_present:
+    if request.is_present:
         wire["present"] = True
-    if wanted.since is not None:
-        wire["since"] = _position_to_wire(wanted.since)
-    elif wanted.is_stored:
+    if request.since is not None:
+        wire["since"] = _position_to_wire(request.since)
+    elif request.is_stored:
         wire["since"] = "stored"
-    if wanted.is_stored:
+    if request.is_stored:
         wire["stored"] = True
     return wire
 
@@ -442,7 +442,7 @@ def _payload(wire: Mapping[str, Any]) -> bytes:
     return b64decode(read_text(raw), validate=True)
 
 
-def _wanted(wire: Mapping[str, Any]) -> Wanted:
+def _read_request(wire: Mapping[str, Any]) -> SubscriptionRequest:
     if sum(kind in wire for kind in KINDS) != 1:
         raise MalformedMessage("a subscription names either a channel, or a query, or the presence of a channel")
     if "channel" in wire:
@@ -459,7 +459,7 @@ def _wanted(wire: Mapping[str, Any]) -> Wanted:
     if is_stored and interest.kind == "presence":
         raise MalformedMessage("positions are stored for channels and queries, not for the presence of a channel")
     position = None if since in ("new", "stored") else read_position(read_text_map(since))
-    return Wanted(_exact(wire.get("ref")), interest, position, is_stored, wire.get("present") is True)
+    return SubscriptionRequest(_exact(wire.get("ref")), interest, position, is_stored, wire.get("present") is True)
 
 
 def _connect(wire: Mapping[str, Any]) -> Connect:
@@ -473,7 +473,7 @@ def _connect(wire: Mapping[str, Any]) -> Connect:
         _exact(wire.get("generation", 0)),
         _optional(_token, wire.get("token")),
         _optional(_token, wire.get("ticket")),
-        tuple(_wanted(read_text_map(each)) for each in subs),
+        tuple(_read_request(read_text_map(each)) for each in subs),
     )
 
 
@@ -544,7 +544,7 @@ def _error(wire: Mapping[str, Any]) -> Error:
 
 _USER: dict[str, Callable[[Mapping[str, Any]], UserFrame]] = {
     "connect": _connect,
-    "subscribe": lambda wire: Subscribe(_wanted(wire)),
+    "subscribe": lambda wire: Subscribe(_read_request(wire)),
     "unsubscribe": lambda wire: Unsubscribe(_read_id(wire.get("s"))),
     "publish": lambda wire: PublishRequest(
         _exact(wire.get("ref")), channel_interest(wire.get("channel")), _payload(wire)

@@ -22,7 +22,7 @@ from dynamoth.edge.control import (
     unpack_edge,
 )
 from dynamoth.edge.frames import Connect as ConnectFrame
-from dynamoth.edge.frames import Connected, Error, Leave, Move, Wanted
+from dynamoth.edge.frames import Connected, Error, Leave, Move, SubscriptionRequest
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.tickets import KEY_BYTES, make_ticket
 from dynamoth.machine.events import Connect, ErrorReply, LinkDown, LinkUp, Pushed, Replied, Send, Start, Tick
@@ -115,7 +115,7 @@ class Harness:
         self.now = end
 
     def open(self, name: str, channels: Sequence[str] = (), user: str = "") -> None:
-        subs = tuple(Wanted(ref, channel_interest(channel)) for ref, channel in enumerate(channels, 1))
+        subs = tuple(SubscriptionRequest(ref, channel_interest(channel)) for ref, channel in enumerate(channels, 1))
         self.do(Opened(name, ConnectFrame(name, subs=subs), Grant(user=user)))
         for channel in channels:
             self.do(ChannelConfirmed(channel.encode()))

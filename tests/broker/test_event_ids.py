@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.edge.frames import EXACT_MAX, Connect, Data, Error, Gap, Subscribe, Subscribed, Unsubscribed, Wanted
+from dynamoth.edge.frames import (
+    EXACT_MAX,
+    Connect,
+    Data,
+    Error,
+    Gap,
+    Subscribe,
+    Subscribed,
+    SubscriptionRequest,
+    Unsubscribed,
+)
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.publications import Position
 from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX, LOGGED_MAX, StreamPositions, resumed
@@ -15,7 +25,7 @@ from dynamoth_broker.process.transport import UserConnection
 from tests.broker.test_transport_sse import CONNECT, browser, event, serving
 
 INTERESTS = [channel_interest(f"news-{number}") for number in range(LOGGED_MAX + 1)]
-WANTED = tuple(Wanted(ref, interest, None) for ref, interest in enumerate(INTERESTS[:LOGGED_MAX]))
+WANTED = tuple(SubscriptionRequest(ref, interest, None) for ref, interest in enumerate(INTERESTS[:LOGGED_MAX]))
 FARTHEST = Position(2**64 - 1, EXACT_MAX)
 
 
@@ -26,7 +36,7 @@ def positions_of(*positions: Position) -> StreamPositions:
     return made
 
 
-def since_of(event_id: str | None, *subs: Wanted) -> list[Position | None]:
+def since_of(event_id: str | None, *subs: SubscriptionRequest) -> list[Position | None]:
     return [each.since for each in resumed(Connect("ada", 0, None, None, subs or WANTED[:3]), event_id).subs]
 
 
@@ -106,7 +116,7 @@ ENTRY = bytes.fromhex("00" * 8)
     ],
 )
 def test_an_id_that_is_forged_or_cut_off_says_nothing(event_id: str) -> None:
-    assert since_of(event_id, Wanted(0, WANTED[0].interest, Position(9, 9))) == [Position(9, 9)]
+    assert since_of(event_id, SubscriptionRequest(0, WANTED[0].interest, Position(9, 9))) == [Position(9, 9)]
 
 
 def test_what_two_interests_of_one_tag_say_is_not_used() -> None:
@@ -118,7 +128,7 @@ def test_what_two_interests_of_one_tag_say_is_not_used() -> None:
 
 def test_logged_subscriptions_of_a_stream_are_bounded() -> None:
     positions = StreamPositions()
-    subscribe = [Subscribe(Wanted(ref, interest, None)) for ref, interest in enumerate(INTERESTS)]
+    subscribe = [Subscribe(SubscriptionRequest(ref, interest, None)) for ref, interest in enumerate(INTERESTS)]
     assert [positions.refusal(each, is_logged=True) for each in subscribe[:-1]] == [None] * LOGGED_MAX
     assert positions.refusal(subscribe[0], is_logged=True) is None  # again
     assert positions.refusal(subscribe[-1], is_logged=False) is None

@@ -25,9 +25,9 @@ from dynamoth.edge.frames import (
     PublishRequest,
     Subscribe,
     Subscribed,
+    SubscriptionRequest,
     Unsubscribe,
     Unsubscribed,
-    Wanted,
 )
 from dynamoth.edge.interests import Interest, channel_interest, query_interest
 from dynamoth.edge.log import log_keys
@@ -109,7 +109,9 @@ class Broker(Subject):
         assert isinstance(self.machine, BrokerMachine)
         return self.machine
 
-    def open(self, connection: int, *wanted: Wanted, grant: Grant = EVERYTHING, **connect: Any) -> list[Any]:
+    def open(
+        self, connection: int, *wanted: SubscriptionRequest, grant: Grant = EVERYTHING, **connect: Any
+    ) -> list[Any]:
         """Open a connection; its session has the connection's number unless the test names it."""
         session = connect.pop("session", f"session{connection}")
         return self.tell(Opened(connection, Connect(session, subs=wanted, **connect), grant))
@@ -118,7 +120,7 @@ class Broker(Subject):
         return self.tell(Received(connection, frame))
 
     def subscribe(self, connection: int, interest: Interest, since: Position | None = None, ref: int = 1) -> list[Any]:
-        return self.frame(connection, Subscribe(Wanted(ref, interest, since)))
+        return self.frame(connection, Subscribe(SubscriptionRequest(ref, interest, since)))
 
     def page(self, send: Send, tip: int, *entries: int, first: int = 1, epoch: int = EPOCH) -> list[Any]:
         """Let the log answer a read with these offsets."""
@@ -680,7 +682,11 @@ def test_the_newer_connection_of_a_session_stays() -> None:
 def test_moved_in_follows_the_last_answer() -> None:
     broker = Broker()
     assert frames(broker.open(1), 1)[-1] == MovedIn()
-    wanted = Wanted(1, LIVE), Wanted(2, LOGGED), Wanted(3, channel_interest("__dynamoth__:x"))
+    wanted = (
+        SubscriptionRequest(1, LIVE),
+        SubscriptionRequest(2, LOGGED),
+        SubscriptionRequest(3, channel_interest("__dynamoth__:x")),
+    )
     found = frames(broker.open(2, *wanted), 2)
     assert [type(each) for each in found] == [Connected, Error]
     assert frames(broker.tell(ChannelConfirmed(b"news")), 2) == [Subscribed(1, LIVE.id)]
@@ -690,9 +696,9 @@ def test_moved_in_follows_the_last_answer() -> None:
 
 def test_moved_in_waits_for_nothing_that_was_asked_for_twice_or_given_up() -> None:
     broker = Broker()
-    broker.open(1, Wanted(1, LIVE), Wanted(2, LIVE))
+    broker.open(1, SubscriptionRequest(1, LIVE), SubscriptionRequest(2, LIVE))
     assert frames(broker.tell(ChannelConfirmed(b"news")), 1) == [Subscribed(2, LIVE.id), MovedIn()]
-    broker.open(2, Wanted(1, LOGGED))
+    broker.open(2, SubscriptionRequest(1, LOGGED))
     assert frames(broker.frame(2, Unsubscribe(LOGGED.id)), 2) == [Unsubscribed(LOGGED.id), MovedIn()]
 
 
@@ -750,7 +756,7 @@ def test_there_is_a_bound_of_subscriptions_and_one_of_sessions() -> None:
 def test_without_log_servers_logged_interests_are_refused() -> None:
     broker = Subject(BrokerMachine(replace(OPTIONS, logs={}), 7))
     broker.tell(Start(), Opened(1, Connect("me"), EVERYTHING))
-    subscribe, publish = Subscribe(Wanted(1, LOGGED)), PublishRequest(2, LOGGED, b"x")
+    subscribe, publish = Subscribe(SubscriptionRequest(1, LOGGED)), PublishRequest(2, LOGGED, b"x")
     codes = [each.code for each in frames(broker.tell(Received(1, subscribe), Received(1, publish)), 1)]
     assert codes == ["log_unavailable", "log_unavailable"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.edge.frames import Ack, Data, Error, Gap, Subscribe, Subscribed, Unsubscribe, Wanted
+from dynamoth.edge.frames import Ack, Data, Error, Gap, Subscribe, Subscribed, SubscriptionRequest, Unsubscribe
 from dynamoth.edge.interests import channel_interest, query_interest
 from dynamoth.edge.positions import FIND_SCRIPT, STORE_SCRIPT, position_key
 from dynamoth.edge.publications import Position
@@ -39,7 +39,7 @@ from tests.broker.test_machine import (
 from tests.machines.helpers import only
 
 ANN = Grant("ann")
-STORED = Wanted(1, LOGGED, None, is_stored=True)
+STORED = SubscriptionRequest(1, LOGGED, None, is_stored=True)
 KEY = position_key(LOGGED.id, "ann", "phone")
 
 
@@ -153,10 +153,10 @@ def test_positions_are_for_users_with_a_token_and_channels_with_a_log() -> None:
     assert (anonymous.code, anonymous.retry) == ("forbidden", "never")
     assert "token" in anonymous.message
     broker.open(2, grant=ANN)
-    [live] = only(Error, frames(broker.frame(2, Subscribe(Wanted(1, LIVE, None, is_stored=True))), 2))
+    [live] = only(Error, frames(broker.frame(2, Subscribe(SubscriptionRequest(1, LIVE, None, is_stored=True))), 2))
     assert (live.code, live.retry) == ("not_logged", "never")
     near = query_interest("near", {"km": 1})
-    assert scripts(broker.frame(2, Subscribe(Wanted(2, near, None, is_stored=True))), FIND_SCRIPT)
+    assert scripts(broker.frame(2, Subscribe(SubscriptionRequest(2, near, None, is_stored=True))), FIND_SCRIPT)
 
 
 def test_who_says_where_to_begin_is_not_looked_for_and_stored_from_then_on() -> None:
@@ -185,7 +185,7 @@ def test_an_acknowledgement_that_says_nothing_true_is_ignored() -> None:
     ack(broker, 6)  # ahead of the log
     ack(broker, 3, LATER_EPOCH)
     ack(broker, 3, interest_id=channel_interest("log.other").id)
-    broker.open(2, Wanted(1, LOGGED), grant=ANN)
+    broker.open(2, SubscriptionRequest(1, LOGGED), grant=ANN)
     broker.frame(2, Ack({LOGGED.id: Position(EPOCH, 3)}))  # not stored
     assert stored_in(broker.pass_time(5.0)) == []
     assert broker.broker.counters["acks_ignored"] == 4

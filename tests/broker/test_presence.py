@@ -16,8 +16,8 @@ from dynamoth.edge.frames import (
     Members,
     Subscribe,
     Subscribed,
+    SubscriptionRequest,
     Unsubscribe,
-    Wanted,
 )
 from dynamoth.edge.interests import Interest, channel_interest, presence_interest
 from dynamoth.edge.positions import FIND_SCRIPT
@@ -63,7 +63,7 @@ class PresentBroker(Broker):
 
     def enter(self, connection: int, *, is_answered: bool = True, **connect: Any) -> list[Any]:
         """Let a user come who is present; return what is sent to the log's server."""
-        actions = self.open(connection, Wanted(1, CHANNEL, None, is_present=True), grant=ANN, **connect)
+        actions = self.open(connection, SubscriptionRequest(1, CHANNEL, None, is_present=True), grant=ANN, **connect)
         actions += self.tell(ChannelConfirmed(b"room"))
         if is_answered:
             self.answer_all(actions)
@@ -122,7 +122,10 @@ def ask(broker: PresentBroker, connection: int, ref: int = 7, interest: Interest
 
 def test_who_subscribes_as_present_enters_once_confirmed() -> None:
     broker = PresentBroker()
-    assert only(Send, broker.open(1, Wanted(1, CHANNEL, None, is_present=True), grant=ANN, generation=5)) == []
+    assert (
+        only(Send, broker.open(1, SubscriptionRequest(1, CHANNEL, None, is_present=True), grant=ANN, generation=5))
+        == []
+    )
     actions = broker.tell(ChannelConfirmed(b"room"))
     assert changes(actions) == [("enter", "session1", 5)]
     [send] = only(Send, actions)
@@ -131,7 +134,9 @@ def test_who_subscribes_as_present_enters_once_confirmed() -> None:
 
 def test_who_is_present_and_stored_enters_once_its_position_is_known() -> None:
     broker = PresentBroker(history=("room",))
-    [find] = only(Send, broker.open(1, Wanted(1, CHANNEL, None, is_stored=True, is_present=True), grant=ANN))
+    [find] = only(
+        Send, broker.open(1, SubscriptionRequest(1, CHANNEL, None, is_stored=True, is_present=True), grant=ANN)
+    )
     assert find.args[1] == FIND_SCRIPT
     [tip] = only(Send, broker.tell(ChannelConfirmed(CHANNEL.log_channel)))
     assert changes(broker.page(tip, 5)) == []
@@ -142,7 +147,7 @@ def test_who_is_present_and_stored_enters_once_its_position_is_known() -> None:
 
 def test_who_is_not_present_changes_nothing() -> None:
     broker = PresentBroker()
-    actions = broker.open(1, Wanted(1, CHANNEL))
+    actions = broker.open(1, SubscriptionRequest(1, CHANNEL))
     actions += broker.tell(ChannelConfirmed(b"room"), Closed(1, NORMAL))
     assert only(Send, actions) == []
 
@@ -185,7 +190,7 @@ def test_who_has_left_does_not_enter_again() -> None:
     broker = PresentBroker()
     broker.enter(1)
     broker.answer_all(broker.frame(1, Leave()))
-    assert changes(broker.frame(1, Subscribe(Wanted(2, CHANNEL, None, is_present=True)))) == []
+    assert changes(broker.frame(1, Subscribe(SubscriptionRequest(2, CHANNEL, None, is_present=True)))) == []
 
 
 def test_a_stop_says_nothing() -> None:
@@ -211,16 +216,18 @@ def test_who_unsubscribes_leaves_at_once() -> None:
 def test_to_subscribe_again_is_no_leave_unless_it_is_not_as_present() -> None:
     broker = PresentBroker()
     broker.enter(1)
-    actions = broker.frame(1, Subscribe(Wanted(2, CHANNEL, None, is_present=True)))
+    actions = broker.frame(1, Subscribe(SubscriptionRequest(2, CHANNEL, None, is_present=True)))
     assert changes(actions) == [("enter", "session1", 0)]
     broker.answer_all(actions)
-    assert changes(broker.frame(1, Subscribe(Wanted(3, CHANNEL)))) == [("exit", "session1", 0)]
+    assert changes(broker.frame(1, Subscribe(SubscriptionRequest(3, CHANNEL)))) == [("exit", "session1", 0)]
 
 
 def test_a_newer_connection_of_a_session_enters_behind_the_older_one() -> None:
     broker = PresentBroker()
     broker.enter(1, session="session1", generation=1)
-    actions = broker.open(2, Wanted(1, CHANNEL, None, is_present=True), grant=ANN, session="session1", generation=2)
+    actions = broker.open(
+        2, SubscriptionRequest(1, CHANNEL, None, is_present=True), grant=ANN, session="session1", generation=2
+    )
     actions += broker.answer_all(actions)
     assert changes(actions) == [("enter", "session1", 2)]  # what waited longer is replaced
     assert changes(broker.tell(Closed(1, NORMAL))) == []
@@ -259,7 +266,7 @@ def test_a_broker_names_its_members_again_and_again() -> None:
 
 def test_a_channel_that_is_only_watched_is_touched_and_forgotten_when_nobody_watches() -> None:
     broker = PresentBroker()
-    broker.open(1, Wanted(1, ROOM), grant=ANN)
+    broker.open(1, SubscriptionRequest(1, ROOM), grant=ANN)
     [read] = only(Send, broker.tell(ChannelConfirmed(ROOM.log_channel)))
     broker.page(read, 0)
     assert touches(broker.passing(9.0)) == 1
@@ -390,13 +397,13 @@ def test_who_has_gone_gets_no_answer() -> None:
 @pytest.mark.parametrize(
     "wanted",
     [
-        Wanted(1, channel_interest("hall"), None, is_present=True),
-        Wanted(1, presence_interest("hall")),
-        Wanted(1, presence_interest("q:hall")),
-        Wanted(1, ROOM, None, is_present=True),
+        SubscriptionRequest(1, channel_interest("hall"), None, is_present=True),
+        SubscriptionRequest(1, presence_interest("hall")),
+        SubscriptionRequest(1, presence_interest("q:hall")),
+        SubscriptionRequest(1, ROOM, None, is_present=True),
     ],
 )
-def test_only_listed_channels_have_a_presence(wanted: Wanted) -> None:
+def test_only_listed_channels_have_a_presence(wanted: SubscriptionRequest) -> None:
     broker = PresentBroker(presence=("room", "q:*"))
     actions = broker.open(1, wanted, grant=ANN)
     [error] = [frame for frame in frames(actions, 1) if isinstance(frame, Error)]
@@ -406,7 +413,7 @@ def test_only_listed_channels_have_a_presence(wanted: Wanted) -> None:
 def test_the_right_to_watch_is_that_of_the_channel() -> None:
     broker = PresentBroker()
     rights = Grant("ann", channels=("other",), queries=("*",))
-    opened = broker.tell(Opened(1, connect=_connect(Wanted(1, ROOM)), grant=rights))
+    opened = broker.tell(Opened(1, connect=_connect(SubscriptionRequest(1, ROOM)), grant=rights))
     assert [frame.code for frame in frames(opened, 1) if isinstance(frame, Error)] == ["forbidden"]
     assert [frame.code for frame in frames(ask(broker, 1), 1)] == ["forbidden"]
     assert [frame.code for frame in frames(ask(broker, 1, interest=presence_interest("hall")), 1)] == ["forbidden"]
@@ -414,10 +421,10 @@ def test_the_right_to_watch_is_that_of_the_channel() -> None:
 
 def test_a_presence_is_logged() -> None:
     broker = PresentBroker()
-    broker.open(1, Wanted(1, ROOM), grant=ANN)
+    broker.open(1, SubscriptionRequest(1, ROOM), grant=ANN)
     [read] = only(Send, broker.tell(ChannelConfirmed(ROOM.log_channel)))
     assert frames(broker.page(read, 4), 1)[0] == Subscribed(1, ROOM.id, Position(EPOCH, 4))
 
 
-def _connect(*subs: Wanted) -> Connect:
+def _connect(*subs: SubscriptionRequest) -> Connect:
     return Connect("session1", subs=subs)

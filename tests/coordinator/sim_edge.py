@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamoth.edge.frames import Connect, Leave, Move, Wanted
+from dynamoth.edge.frames import Connect, Leave, Move, SubscriptionRequest
 from dynamoth.edge.interests import channel_interest
 from dynamoth.machine.events import Connect as ConnectLink
 from dynamoth.machine.events import LinkUp, Pushed, Send, Start
@@ -78,7 +78,7 @@ class SimBroker:
         return self.process.machine
 
     def open(self, user: str, channels: list[str]) -> None:
-        subs = tuple(Wanted(ref, channel_interest(channel)) for ref, channel in enumerate(channels, 1))
+        subs = tuple(SubscriptionRequest(ref, channel_interest(channel)) for ref, channel in enumerate(channels, 1))
         self.process.handle(Opened(user, Connect(user, subs=subs), Grant()))
 
     def _act(self, action: Any) -> None:

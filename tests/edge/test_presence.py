@@ -12,8 +12,8 @@ from dynamoth.edge.frames import (
     AskMembers,
     Members,
     Subscribe,
+    SubscriptionRequest,
     UserFrame,
-    Wanted,
     read_broker_frame,
     read_user_frame,
     to_wire,
@@ -245,7 +245,9 @@ def test_a_publication_of_something_else_is_malformed(payload: bytes) -> None:
         read_event(payload)
 
 
-@pytest.mark.parametrize("frame", [AskMembers(3, INTEREST), Subscribe(Wanted(1, channel_interest("room"), None, True))])
+@pytest.mark.parametrize(
+    "frame", [AskMembers(3, INTEREST), Subscribe(SubscriptionRequest(1, channel_interest("room"), None, True))]
+)
 def test_frames_of_users_are_read_as_they_were_written(frame: UserFrame) -> None:
     assert read_user_frame(to_wire(frame)) == frame
 
@@ -256,7 +258,7 @@ def test_frames_on_the_wire() -> None:
     assert to_wire(Members(3, (("m" * 22, "ann"),), 9, Position(10, 4))) == wire
     assert read_broker_frame(wire) == Members(3, (("m" * 22, "ann"),), 9, Position(10, 4))
     assert to_wire(AskMembers(3, INTEREST)) == {"type": "members", "ref": 3, "channel": "room"}
-    assert to_wire(Subscribe(Wanted(1, INTEREST, Position(10, 4)))) == {
+    assert to_wire(Subscribe(SubscriptionRequest(1, INTEREST, Position(10, 4)))) == {
         "type": "subscribe",
         "ref": 1,
         "presence": "room",

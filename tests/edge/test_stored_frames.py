@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.edge.frames import Ack, Connect, Subscribe, Wanted, read_user_frame, to_wire
+from dynamoth.edge.frames import Ack, Connect, Subscribe, SubscriptionRequest, read_user_frame, to_wire
 from dynamoth.edge.interests import channel_interest, presence_interest, query_interest
 from dynamoth.edge.publications import Position
 from dynamoth.errors import MalformedMessage
@@ -23,7 +23,7 @@ HERE_ON_WIRE = {"epoch": "000000000000000a", "offset": 7}
 def test_what_is_written_is_read_again(
     interest: Any, is_stored: bool, since: Position | None, is_present: bool
 ) -> None:
-    wanted = Wanted(3, interest, since, is_stored, is_present)
+    wanted = SubscriptionRequest(3, interest, since, is_stored, is_present)
     for frame in (Subscribe(wanted), Connect("me", subs=(wanted,))):
         assert read_user_frame(to_wire(frame)) == frame
     ack = Ack({interest.id: HERE})
@@ -34,16 +34,16 @@ def test_what_is_written_is_read_again(
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, Wanted(1, NEWS)),
-        ({"since": "new"}, Wanted(1, NEWS)),
-        ({"since": "new", "stored": False}, Wanted(1, NEWS)),
-        ({"since": "stored"}, Wanted(1, NEWS, None, is_stored=True)),
-        ({"stored": True}, Wanted(1, NEWS, None, is_stored=True)),
-        ({"since": HERE_ON_WIRE, "stored": True}, Wanted(1, NEWS, HERE, is_stored=True)),
-        ({"since": HERE_ON_WIRE}, Wanted(1, NEWS, HERE)),
+        ({}, SubscriptionRequest(1, NEWS)),
+        ({"since": "new"}, SubscriptionRequest(1, NEWS)),
+        ({"since": "new", "stored": False}, SubscriptionRequest(1, NEWS)),
+        ({"since": "stored"}, SubscriptionRequest(1, NEWS, None, is_stored=True)),
+        ({"stored": True}, SubscriptionRequest(1, NEWS, None, is_stored=True)),
+        ({"since": HERE_ON_WIRE, "stored": True}, SubscriptionRequest(1, NEWS, HERE, is_stored=True)),
+        ({"since": HERE_ON_WIRE}, SubscriptionRequest(1, NEWS, HERE)),
     ],
 )
-def test_how_a_stored_subscription_is_asked_for(fields: dict[str, Any], expected: Wanted) -> None:
+def test_how_a_stored_subscription_is_asked_for(fields: dict[str, Any], expected: SubscriptionRequest) -> None:
     assert read_user_frame({"type": "subscribe", "ref": 1, "channel": "news", **fields}) == Subscribe(expected)
 
 
@@ -56,7 +56,7 @@ def test_a_beginning_that_means_nothing_is_malformed(fields: dict[str, Any]) -> 
 @pytest.mark.parametrize("fields", [{"since": "stored"}, {"stored": True}, {"since": HERE_ON_WIRE, "stored": True}])
 def test_no_position_of_a_presence_is_stored(fields: dict[str, Any]) -> None:
     frame = {"type": "subscribe", "ref": 1, "presence": "news"}
-    assert read_user_frame({**frame, "stored": False}) == Subscribe(Wanted(1, presence_interest("news")))
+    assert read_user_frame({**frame, "stored": False}) == Subscribe(SubscriptionRequest(1, presence_interest("news")))
     with pytest.raises(MalformedMessage, match="not for the presence"):
         read_user_frame({**frame, **fields})
 

@@ -82,8 +82,8 @@ async def doing(work: Coroutine[Any, Any, _T]) -> AsyncGenerator[asyncio.Task[_T
 async def confirm(peer: Peer, offset: int | None = 0) -> Subscribe:
     """Confirm the next subscription."""
     asked = await peer.read(Subscribe)
-    begin = None if offset is None else asked.wanted.since or at(offset)
-    await peer.send(Subscribed(asked.wanted.ref, asked.wanted.interest.id, begin))
+    begin = None if offset is None else asked.request.since or at(offset)
+    await peer.send(Subscribed(asked.request.ref, asked.request.interest.id, begin))
     return asked
 
 
@@ -210,7 +210,7 @@ async def test_unsubscribing_ends_the_iteration_and_the_same_channel_can_be_subs
         while not isinstance(await peer.frames.get(), Unsubscribe):
             pass
         async with doing(client.subscribe("news")) as subscribing:
-            assert (await confirm(peer, 5)).wanted.since is None
+            assert (await confirm(peer, 5)).request.since is None
         again = await subscribing
         await peer.send(data("news", "6", 6))
         assert await take(again, 1) == ["6"]

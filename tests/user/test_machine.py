@@ -25,8 +25,8 @@ from dynamoth.edge.frames import (
     Refresh,
     Subscribe,
     Subscribed,
+    SubscriptionRequest,
     Unsubscribe,
-    Wanted,
 )
 from dynamoth.edge.interests import Interest, channel_interest
 from dynamoth.edge.publications import Position
@@ -149,9 +149,9 @@ def test_a_hole_is_asked_for_again_and_nothing_is_delivered_until_the_answer() -
     user = User().served(LOGGED)
     user.data(1, 1)
     [(number, frame)] = sent(user.data(1, 3))
-    assert (number, frame.wanted.since) == (1, Position(EPOCH, 1))
+    assert (number, frame.request.since) == (1, Position(EPOCH, 1))
     assert user.data(1, 2, 3, 4) == []
-    user.frame(1, Subscribed(frame.wanted.ref, LOGGED.id, Position(EPOCH, 1)))
+    user.frame(1, Subscribed(frame.request.ref, LOGGED.id, Position(EPOCH, 1)))
     assert offsets(user.data(1, 2, 3)) == [2, 3]
     assert user.user.counters["offsets_missing"] == 1
 
@@ -235,7 +235,7 @@ def test_a_stored_subscription_begins_where_the_brokers_say_and_goes_on_from_wha
     user = User()
     user.tell(Start(), AddSubscription(LOGGED, None, True))
     first = connect_in(user.tell(ConnectionOpened(1)))
-    assert first.subs == (Wanted(1, LOGGED, None, is_stored=True),)
+    assert first.subs == (SubscriptionRequest(1, LOGGED, None, is_stored=True),)
     user.answer(first, 1, Position(EPOCH, 4))
     user.data(1, 5)
     user.tell(ConnectionClosed(1, 1006, "lost"))
@@ -412,7 +412,7 @@ def test_a_live_interest_has_a_gap_when_it_is_confirmed_again() -> None:
 def test_a_refusal_for_good_ends_a_subscription() -> None:
     user = User().served()
     [(_, frame)] = sent(user.tell(AddSubscription(LOGGED)))
-    assert user.frame(1, Error("forbidden", "no", "never", None, frame.wanted.ref)) == [
+    assert user.frame(1, Error("forbidden", "no", "never", None, frame.request.ref)) == [
         Refused(LOGGED, "forbidden", "no")
     ]
     assert user.user.subscriptions == {}
@@ -422,13 +422,13 @@ def test_a_refusal_for_good_ends_a_subscription() -> None:
 def test_a_refusal_for_now_is_asked_again_in_time(retry_after_ms: int | None) -> None:
     user = User().served()
     [(_, frame)] = sent(user.tell(AddSubscription(LOGGED)))
-    user.frame(1, Error("log_unavailable", "later", "later", retry_after_ms, frame.wanted.ref))
+    user.frame(1, Error("log_unavailable", "later", "later", retry_after_ms, frame.request.ref))
     least_s = 7.0 if retry_after_ms else 0.5 * OPTIONS.retry_s
     assert sent(user.pass_time(least_s - 0.01)) == []
     [(number, again)] = sent(user.pass_time(OPTIONS.retry_s + 0.02))
     assert number == 1
     assert isinstance(again, Subscribe)
-    assert (again.wanted.interest, again.wanted.ref != frame.wanted.ref) == (LOGGED, True)
+    assert (again.request.interest, again.request.ref != frame.request.ref) == (LOGGED, True)
 
 
 # Publishing.
@@ -485,7 +485,7 @@ def test_a_subscription_that_is_added_during_a_move_is_asked_for_at_both() -> No
     assert [number for number, _ in requests] == [1, 2]
     assert sent(user.frame(2, MovedIn())) == []
     [_, (_, frame)] = requests
-    assert sent(user.frame(2, Subscribed(frame.wanted.ref, LOGGED.id, Position(EPOCH, 0)))) == [(1, Leave())]
+    assert sent(user.frame(2, Subscribed(frame.request.ref, LOGGED.id, Position(EPOCH, 0)))) == [(1, Leave())]
 
 
 def test_live_publications_of_the_new_broker_are_held_until_their_turn() -> None:
@@ -605,4 +605,4 @@ def test_an_epoch_that_only_the_new_broker_knows_comes_with_its_gap() -> None:
 def test_wanted_names_what_was_received() -> None:
     user = User().served(LOGGED)
     user.data(1, 1)
-    assert user.user.subscriptions[LOGGED.id].wanted(9) == Wanted(9, LOGGED, Position(EPOCH, 1))
+    assert user.user.subscriptions[LOGGED.id].request(9) == SubscriptionRequest(9, LOGGED, Position(EPOCH, 1))

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from dynamoth.edge.frames import AskMembers, Data, Error, Gap, Members, Move, Subscribe, Subscribed, Unsubscribe, Wanted
+from dynamoth.edge.frames import (
+    AskMembers,
+    Data,
+    Error,
+    Gap,
+    Members,
+    Move,
+    Subscribe,
+    Subscribed,
+    SubscriptionRequest,
+    Unsubscribe,
+)
 from dynamoth.edge.interests import channel_interest, presence_interest
 from dynamoth.edge.publications import Position
 from dynamoth.machine.events import Start
@@ -170,12 +181,12 @@ def test_who_is_present_says_so_on_every_connection(is_stored: bool) -> None:
     channel = channel_interest("log.news")
     user.tell(Start(), AddSubscription(channel, None, is_stored, is_present=True))
     connect = connect_in(user.tell(ConnectionOpened(1)))
-    assert connect.subs == (Wanted(1, channel, None, is_stored, is_present=True),)
+    assert connect.subs == (SubscriptionRequest(1, channel, None, is_stored, is_present=True),)
     user.answer(connect, 1)
     user.tell(ConnectionClosed(1, 1006, "lost"))
     user.pass_time(1.0)
     again = connect_in(user.tell(ConnectionOpened(2)))
-    assert again.subs == (Wanted(2, channel, Position(EPOCH, 0), is_stored, is_present=True),)
+    assert again.subs == (SubscriptionRequest(2, channel, Position(EPOCH, 0), is_stored, is_present=True),)
 
 
 # The client.
@@ -259,12 +270,12 @@ async def test_a_presence_that_is_refused_or_lost() -> None:
         await subscribing
         async with doing(client.presence("room")) as asking:
             question = await peer.read(Subscribe)
-            await peer.send(Error("forbidden", "not listed", "never", None, question.wanted.ref))
+            await peer.send(Error("forbidden", "not listed", "never", None, question.request.ref))
         with pytest.raises(RefusedError):
             await asking
         async with doing(client.presence("room")) as asking:
             question = await peer.read(Subscribe)
-            await peer.send(Subscribed(question.wanted.ref, ROOM.id, at(0)))
+            await peer.send(Subscribed(question.request.ref, ROOM.id, at(0)))
             await answer(peer, 0)
         room = await asking
         await peer.close(4001, "no more")

@@ -56,14 +56,14 @@ class StreamPositions:
             self._asked.pop(frame.s, None)
         if not isinstance(frame, Subscribe) or not is_logged:
             return None
-        wanted = frame.wanted
-        if wanted.interest.id not in self._asked and len(self._asked) >= LOGGED_MAX:
+        request = frame.request
+        if request.interest.id not in self._asked and len(self._asked) >= LOGGED_MAX:
             message = (
                 f"a stream of server-sent events has at most {LOGGED_MAX} logged subscriptions, as a header holds their"
                 " positions: open another stream, or use WebSocket"
             )
-            return Error("too_many", message, ref=wanted.ref)
-        self._asked[wanted.interest.id] = wanted.ref
+            return Error("too_many", message, ref=request.ref)
+        self._asked[request.interest.id] = request.ref
         return None
 
     def note(self, frame: Frame) -> None:

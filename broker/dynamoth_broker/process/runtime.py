@@ -359,7 +359,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             self._driver.handle(Received(conn, cast(UserFrame, read)))
 
     def _stream_refuses(self, positions: StreamPositions, frame: UserFrame) -> Error | None:
-        is_logged = isinstance(frame, Subscribe) and self._machine.is_logged(frame.wanted.interest)
+        is_logged = isinstance(frame, Subscribe) and self._machine.is_logged(frame.request.interest)
         return positions.refusal(frame, is_logged=is_logged)
 
     def malformed(self, conn: UserConnection, reason: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import dynamoth.edge.log
 import dynamoth_broker.logs
-from dynamoth.edge.frames import Bye, Gap, PublishRequest, Wanted
+from dynamoth.edge.frames import Bye, Gap, PublishRequest, SubscriptionRequest
 from dynamoth.edge.log import LogPage, append_command, read_command
 from dynamoth.edge.publications import LoggedPublication, pack_publication, unpack_publication
 from dynamoth_broker import delivery
@@ -127,12 +127,14 @@ def left_interests_are_used_again() -> AbstractContextManager[None]:
     """A broker goes on with what it has of an interest that it is leaving when somebody subscribes."""
     subscribe = Subscribing.subscribe
 
-    def use_again(self: Subscribing, session: Session, wanted: Wanted, *arguments: Any, **options: Any) -> list[Any]:
-        shared = self.interests.by_id.get(wanted.interest.id)
+    def use_again(
+        self: Subscribing, session: Session, request: SubscriptionRequest, *arguments: Any, **options: Any
+    ) -> list[Any]:
+        shared = self.interests.by_id.get(request.interest.id)
         if shared is None or shared.phase is not Phase.LEAVING:
-            return subscribe(self, session, wanted, *arguments, **options)
+            return subscribe(self, session, request, *arguments, **options)
         shared.phase = Phase.JOINING
-        return [SubscribeChannel(shared.channel), *subscribe(self, session, wanted, *arguments, **options)]
+        return [SubscribeChannel(shared.channel), *subscribe(self, session, request, *arguments, **options)]
 
     return replaced(Subscribing, subscribe=use_again)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from dynamoth.edge.frames import Connected, Data, Gap, Leave, Wanted
+from dynamoth.edge.frames import Connected, Data, Gap, Leave, SubscriptionRequest
 from dynamoth.edge.publications import Position
 from dynamoth_sim.mutations.mutation import Check, no_actions, replaced, returning
 from dynamoth_user.machine import live
@@ -77,10 +77,10 @@ def positions_move_back() -> AbstractContextManager[None]:
 def users_begin_with_what_is_new() -> AbstractContextManager[None]:
     """A user that connects again does not say what it has received."""
 
-    def ask(self: UserSubscription, ref: int) -> Wanted:
-        return Wanted(ref, self.interest, None)
+    def ask(self: UserSubscription, ref: int) -> SubscriptionRequest:
+        return SubscriptionRequest(ref, self.interest, None)
 
-    return replaced(UserSubscription, wanted=ask)
+    return replaced(UserSubscription, request=ask)
 
 
 def copies_are_delivered() -> AbstractContextManager[None]:

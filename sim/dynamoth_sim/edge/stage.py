@@ -105,7 +105,7 @@ class EdgeStage(Stage):
         if user.process is None or len(user.machine.connections) != 1 or user.machine.serving is None:
             return False
         serving = user.machine.serving
-        served = all(each.id in user.confirmed and each.id in serving.epochs for each in user.interests)
+        served = all(each.id in user.confirmed and each.id in serving.confirmed for each in user.interests)
         return serving.is_up and served and by in (None, serving.broker)
 
     def shared(self, broker: str, interest: Interest) -> SharedInterest:

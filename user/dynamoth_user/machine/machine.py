@@ -195,7 +195,7 @@ class UserMachine:
         """Ask a broker to serve every subscription."""
         connection.is_asked = True
         subs = tuple(
-            each.wanted(self._connections.ask_for(connection, each.interest)) for each in self.subscriptions.values()
+            each.request(self._connections.ask_for(connection, each.interest)) for each in self.subscriptions.values()
         )
         generation = self._options.generation + connection.number
         connect = Connect(self._options.session, generation, token, connection.ticket, subs)
@@ -324,9 +324,9 @@ class UserMachine:
         interest = subscription.interest
         if connection is None or self.subscriptions.get(interest.id) is not subscription:
             return []
-        if interest.id in connection.epochs:
+        if interest.id in connection.confirmed:
             return []
-        return [SendFrame(number, Subscribe(subscription.wanted(self._connections.ask_for(connection, interest))))]
+        return [SendFrame(number, Subscribe(subscription.request(self._connections.ask_for(connection, interest))))]
 
     # Subscriptions.
 
@@ -341,7 +341,7 @@ class UserMachine:
             self._rosters.add(subscription)
         subscription.awaits_old = self._connections.of_role(Role.CANDIDATE) is not None
         return [
-            SendFrame(each.number, Subscribe(subscription.wanted(self._connections.ask_for(each, interest))))
+            SendFrame(each.number, Subscribe(subscription.request(self._connections.ask_for(each, interest))))
             for each in self.connections.values()
             if each.is_asked and each.role is not Role.LEAVING
         ]
@@ -354,7 +354,7 @@ class UserMachine:
         del self.subscriptions[interest.id]
         asked = [each for each in self.connections.values() if each.is_asked]
         for connection in asked:
-            connection.epochs.pop(interest.id, None)
+            connection.confirmed.pop(interest.id, None)
             # An answer that is under way is not one to a later subscription to the same interest.
             connection.asked = {ref: each for ref, each in connection.asked.items() if each.id != interest.id}
         return [
@@ -370,7 +370,7 @@ class UserMachine:
         if subscription is None or frame.s != subscription.interest.id:
             return []
         position = frame.position
-        connection.epochs[frame.s] = None if position is None else position.epoch
+        connection.confirmed[frame.s] = None if position is None else position.epoch
         subscription.is_live = position is None
         if subscription.received is None and frame.recovered:  # else the gap that follows says where it begins
             subscription.received = subscription.handled = subscription.acknowledged = position
@@ -389,11 +389,11 @@ class UserMachine:
 
     def _on_data(self, connection: Connection, frame: Data) -> list[UserAction]:
         subscription = self.subscriptions.get(frame.s)
-        if subscription is None or frame.s not in connection.epochs:
+        if subscription is None or frame.s not in connection.confirmed:
             return []
         if frame.o is None:
             return self._on_live_data(connection, subscription, frame)
-        epoch, received = connection.epochs[frame.s], subscription.received
+        epoch, received = connection.confirmed[frame.s], subscription.received
         if received is None or epoch != received.epoch or frame.o <= received.offset:
             return []  # another life of the log, or a copy
         if frame.o == received.offset + 1:
@@ -403,9 +403,9 @@ class UserMachine:
                 return self._rosters.on_publication(subscription, position, frame.payload)
             return [Deliver(subscription.interest, frame.payload, position)]
         self.counters["offsets_missing"] += 1
-        del connection.epochs[frame.s]  # until the answer
+        del connection.confirmed[frame.s]  # until the answer
         ref = self._connections.ask_for(connection, subscription.interest)
-        return [SendFrame(connection.number, Subscribe(subscription.wanted(ref)))]
+        return [SendFrame(connection.number, Subscribe(subscription.request(ref)))]
 
     def _on_live_data(self, connection: Connection, subscription: UserSubscription, frame: Data) -> list[UserAction]:
         if frame.p is None and connection.role is Role.CANDIDATE:
@@ -416,12 +416,12 @@ class UserMachine:
 
     def _on_gap(self, connection: Connection, frame: Gap) -> list[UserAction]:
         subscription = self.subscriptions.get(frame.s)
-        if subscription is None or frame.s not in connection.epochs:
+        if subscription is None or frame.s not in connection.confirmed:
             return []
         interest, position, received = subscription.interest, frame.position, subscription.received
         if position is None:
             return [DeliverGap(interest, frame.reason, count=frame.count)]
-        connection.epochs[frame.s] = position.epoch
+        connection.confirmed[frame.s] = position.epoch
         if received is None:  # the log does not have everything behind the stored position
             subscription.received = position
             return [DeliverGap(interest, frame.reason, frame.first, frame.last, position=position)]
@@ -466,7 +466,7 @@ class UserMachine:
         positions: dict[str, Position] = {}
         for subscription in stored:
             id_, handled = subscription.interest.id, subscription.handled
-            if handled is None or handled.epoch != serving.epochs.get(id_):
+            if handled is None or handled.epoch != serving.confirmed.get(id_):
                 continue
             if handled == subscription.acknowledged and serving.number == subscription.acknowledged_over:
                 continue

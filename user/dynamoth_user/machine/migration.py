@@ -108,7 +108,7 @@ class Migration:
         candidate = self._connections.of_role(Role.CANDIDATE)
         if candidate is None or not candidate.has_moved_in:
             return []
-        if any(id_ not in candidate.epochs for id_ in self._subscriptions):
+        if any(id_ not in candidate.confirmed for id_ in self._subscriptions):
             return []
         old = self._connections.serving
         assert old is not None, "a candidate is promoted when the serving connection is lost"
@@ -130,7 +130,7 @@ class Migration:
         actions: list[UserAction] = []
         for subscription in self._subscriptions.values():
             subscription.awaits_old = False
-            if subscription.is_interrupted and subscription.interest.id in candidate.epochs:
+            if subscription.is_interrupted and subscription.interest.id in candidate.confirmed:
                 subscription.is_interrupted = False
                 actions.append(DeliverGap(subscription.interest, OLD_BROKER_LOST))
             actions += self._live.release(subscription, OLD_BROKER_LOST)

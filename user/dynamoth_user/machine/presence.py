@@ -74,7 +74,7 @@ class Rosters:
         actions: list[UserAction] = []
         for id_, roster in self._unlisted.items():
             is_asked = roster.asked is not None and roster.asked[0] == serving.number
-            if is_asked or roster.is_pausing or id_ not in serving.epochs:
+            if is_asked or roster.is_pausing or id_ not in serving.confirmed:
                 continue
             ref = self._connections.new_ref()
             roster.asked = serving.number, ref

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from dynamoth.edge.frames import Wanted
+from dynamoth.edge.frames import SubscriptionRequest
 from dynamoth.edge.interests import Interest
 from dynamoth.edge.publications import Position
 
@@ -49,7 +49,7 @@ class Connection:
     #: The subscriptions that it was asked for, by the number in ``ref``.
     asked: dict[int, Interest] = field(default_factory=dict[int, Interest])
     #: Confirmed subscriptions: the life of the log by interest id; None for a live one.
-    epochs: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
+    confirmed: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
     #: The time that its last error asked for.
     retry_after_s: float = 0.0
     #: Its last error, as code and message.
@@ -95,6 +95,6 @@ class UserSubscription:
     #: During a migration: whether the old broker may still send earlier publications.
     awaits_old: bool = False
 
-    def wanted(self, ref: int) -> Wanted:
+    def request(self, ref: int) -> SubscriptionRequest:
         """Return what a broker is asked for."""
-        return Wanted(ref, self.interest, self.received, self.is_stored, self.is_present)
+        return SubscriptionRequest(ref, self.interest, self.received, self.is_stored, self.is_present)
