@@ -62,7 +62,8 @@ class _Million:
             folder = arguments.keep
             folder.mkdir(parents=True, exist_ok=True)
         urls, token = self._fleet.urls, make_token()
-        rates = dict.fromkeys([*LOGGED, *LIVE], arguments.per_s) | dict.fromkeys(STEADY, STEADY_PER_S)
+        rates: dict[str, float] = dict.fromkeys([*LOGGED, *LIVE], float(arguments.per_s))
+        rates |= dict.fromkeys(STEADY, STEADY_PER_S)
         users = arguments.users // 2
         choices = [
             self._random.sample(LOGGED, 3) + self._random.sample(LIVE, 3) + (STEADY if number % 4 == 0 else [])

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dynamoth.edge.control import EdgeMessage, Stamp, pack_edge, unpack_edge
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.bounded import ENTRY_BYTES, BoundedTable
 from dynamoth.machine.events import Connect, ErrorReply, Send
+from dynamoth.machine.timers import Timers
 from dynamoth.names import operator_inbox
 from dynamoth.protocol.control import AdminReply, AdminRequest, pack_control, unpack_control
 from dynamoth_broker.events import ControlLinkChanged
@@ -44,14 +45,6 @@ SUBSCRIBE, PUBLISH = "subscribe", "publish"
 EdgeLinkAction = Connect | Send | ControlLinkChanged
 
 A = TypeVar("A")
-
-
-class TimerQueue(Protocol):
-    """What this part needs of the timers of its owner."""
-
-    def add(self, at: float, call: Callable[[str, float], Sequence[EdgeLinkAction]], link: str, /) -> None:
-        """Schedule ``call(link, now)``."""
-        ...
 
 
 @dataclass(slots=True)
@@ -91,7 +84,7 @@ class EdgeLinks:
         servers: Mapping[str, str],
         channels: Sequence[bytes],
         incarnation: int,
-        timers: TimerQueue,
+        timers: Timers[Any],
         counters: Counter[str],
         seen_max: int,
     ) -> None:

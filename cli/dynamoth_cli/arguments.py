@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, cast
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -17,14 +17,19 @@ class CommandParser(argparse.ArgumentParser):
     #: The first unknown flag before the action, among the arguments that are parsed; empty for none.
     _unknown = ""
 
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """Parse arguments; see argparse."""
         given = list(sys.argv[1:] if args is None else args)
         self._unknown = next(self._unknown_flags(given), "")
         return super().parse_known_args(given, namespace)
 
     def _unknown_flags(self, given: Iterable[str]) -> Iterator[str]:
-        actions = {name for action in self._actions if isinstance(action.choices, dict) for name in action.choices}
+        choices: list[Any] = [action.choices for action in self._actions]
+        actions: set[str] = {
+            name for each in choices if isinstance(each, dict) for name in cast("dict[str, Any]", each)
+        }
         for word in given:
             if word in actions or word == "--":
                 return

@@ -129,7 +129,7 @@ def test_the_python_client_over_a_move(cluster: LocalCluster, logs: dict[str, st
 
 def test_server_sent_events_of_a_presence_go_on_from_the_last_one(cluster: LocalCluster, logs: dict[str, str]) -> None:
     async def main() -> None:
-        settings = {**SETTINGS, "presence_grace_s": 10.0, "sse_port": free_port()}
+        settings: dict[str, Any] = {**SETTINGS, "presence_grace_s": 10.0, "sse_port": free_port()}
         async with running_broker(cluster.url, logs, **settings) as broker, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{broker.sse_port}/sse"
             wanted = {"ref": 1, "presence": "room4"}, {"ref": 2, "channel": "room4", "present": True}

@@ -90,7 +90,8 @@ class Cluster:
 
     def run(self, *command: str) -> tuple[int, str, str]:
         code = main(["broker", *command, "--url", "dynamoth://127.0.0.1:1"])
-        return code, *self._capsys.readouterr()
+        output, error = self._capsys.readouterr()
+        return code, output, error
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_an_id_of_two_brokers_is_refused_with_cause_and_cure(cluster: Cluster, c
 
 def test_two_answers_of_one_id_that_status_has_not_shown_are_no_traceback() -> None:
     with pytest.raises(RequestRefused, match="2 brokers have the id b1"):
-        broker_orders._check_one("b1", [BROKER, BROKER])
+        broker_orders._check_one("b1", [BROKER, BROKER])  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("other", [{"admitting": False}, {"url": ""}, None])

@@ -254,7 +254,7 @@ def test_frames_of_users_are_read_as_they_were_written(frame: UserFrame) -> None
 
 def test_frames_on_the_wire() -> None:
     position = {"epoch": "000000000000000a", "offset": 4}
-    wire = {"type": "members", "ref": 3, "members": [["ann", "m" * 22]], "count": 9, **position}
+    wire: dict[str, Any] = {"type": "members", "ref": 3, "members": [["ann", "m" * 22]], "count": 9, **position}
     assert to_wire(Members(3, (("m" * 22, "ann"),), 9, Position(10, 4))) == wire
     assert read_broker_frame(wire) == Members(3, (("m" * 22, "ann"),), 9, Position(10, 4))
     assert to_wire(AskMembers(3, INTEREST)) == {"type": "members", "ref": 3, "channel": "room"}
@@ -270,7 +270,7 @@ def test_frames_on_the_wire() -> None:
     "fields", [{"members": [["ann"]]}, {"members": [["ann", "short"]]}, {"members": [[1, "m" * 22]]}, {"count": -1}]
 )
 def test_answers_that_cannot_be_read(fields: dict[str, Any]) -> None:
-    wire = {"type": "members", "ref": 3, "members": [], "count": 0, "epoch": "0" * 16, "offset": 4}
+    wire: dict[str, Any] = {"type": "members", "ref": 3, "members": [], "count": 0, "epoch": "0" * 16, "offset": 4}
     read_broker_frame(wire)
     with pytest.raises(MalformedMessage):
         read_broker_frame(wire | fields)

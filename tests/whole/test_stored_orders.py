@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dynamoth.names import COORDINATOR_ORDERS_KEY
+from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import reserve_port
 from dynamoth_cli.main import main
@@ -33,12 +34,18 @@ def test_a_pause_outlives_a_killed_coordinator_and_newcomers_go_to_the_nearest_b
         cluster = stack.enter_context(LocalCluster(2, settings={"broker.anonymous": True}))
         http = stack.enter_context(_port())
         coordinator = cluster.beside("coordinator", "coordinator", "--http-port", str(http))
-        brokers, urls = [], {}
+        brokers: list[Child] = []
+        urls: dict[str, str] = {}
         for id_, location in PLACES.items():
             port = stack.enter_context(_port())
             urls[id_] = f"ws://127.0.0.1:{port}/connect"
             brokers.append(cluster.beside(id_, "broker", "--id", id_, "--port", str(port), "--location", location))
-        stack.callback(lambda: [child.stop() for child in (coordinator, *brokers)])
+
+        def stop() -> None:
+            for child in (coordinator, *brokers):
+                child.stop()
+
+        stack.callback(stop)
 
         def asked(*command: str) -> Any:
             code = main(["broker", *command, "--url", cluster.url, "--json"])

@@ -33,7 +33,7 @@ from dynamoth_client.machines.subscriber.events import BarrierPassed
 from dynamoth_sim.edge.mutations_of_positions import CHECKS_OF_POSITIONS
 from dynamoth_sim.edge.mutations_of_presence import CHECKS_OF_PRESENCE
 from dynamoth_sim.edge.mutations_of_users import CHECKS_OF_USERS
-from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 # Mutations replace private methods.
 # pyright: reportPrivateUsage=false
@@ -174,7 +174,7 @@ def slow_users_stay_live() -> AbstractContextManager[None]:
 
 def bursts_have_no_bound() -> AbstractContextManager[None]:
     """A broker sends a user who is behind whatever a page has."""
-    return replaced(Delivery, _has_room=lambda self, session, now: True)
+    return replaced(Delivery, _has_room=returning(True))
 
 
 def slow_users_join() -> AbstractContextManager[None]:
@@ -308,12 +308,12 @@ def generations_are_ignored() -> AbstractContextManager[None]:
 
 def tickets_are_ignored() -> AbstractContextManager[None]:
     """A busy broker takes nobody."""
-    return replaced(Control, is_ticket=lambda self, session, ticket: False)
+    return replaced(Control, is_ticket=returning(False))
 
 
 def everybody_is_taken() -> AbstractContextManager[None]:
     """A busy broker takes newcomers as well."""
-    return replaced(Control, is_ticket=lambda self, session, ticket: True)
+    return replaced(Control, is_ticket=returning(True))
 
 
 def pongs_are_not_awaited() -> AbstractContextManager[None]:
