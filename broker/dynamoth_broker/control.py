@@ -143,6 +143,7 @@ class Control:
         self._open_brokers_until = 0.0
         self._logs_hash = _hash(f"{id_}={_address(url)}" for id_, url in options.logs.items())
         self._history_hash = _hash(options.history)
+        self._presence_hash = _hash(options.presence)
 
     # Links.
 
@@ -204,6 +205,7 @@ class Control:
             location=options.location,
             logs_hash=self._logs_hash,
             history_hash=self._history_hash,
+            presence_hash=self._presence_hash,
             report_s=options.report_s,
         )
 

@@ -33,6 +33,7 @@ from dynamoth_broker.sessions import Session, Stage, Subscription
 RETENTION = "retention"
 LOG_LOST = "log_lost"
 SLOW = "slow"
+NOT_LOGGED = "not_logged"
 
 RETRY_S = 1.0
 """A page that could not be read, or that has not yet what was published, is read again after this time."""
@@ -112,7 +113,12 @@ class Delivery:
         if interest.phase is not Phase.OPEN:
             return []
         if not interest.is_logged:
-            return self._go_live(subscription, Subscribed(subscription.ref, interest.id))
+            actions = self._go_live(subscription, Subscribed(subscription.ref, interest.id))
+            if subscription.since is not None:  # it was logged where the user comes from
+                self._counters["gaps"] += 1
+                self._counters["positions_without_log"] += 1
+                actions.append(Transmit(subscription.session.connection, Gap(interest.id, NOT_LOGGED)))
+            return actions
         since = subscription.since
         if since is None or since == Position(interest.epoch, interest.tip):
             position = Position(interest.epoch, interest.tip)

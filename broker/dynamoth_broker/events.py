@@ -289,11 +289,12 @@ class ControlLinkChanged:
 
 @dataclass(slots=True)
 class Noted:
-    """Action: something for the log of the process; at a broker a warning where it has a cause."""
+    """Action: something for the log of the process. A warning: somebody has to mend something."""
 
     message: str
     cause: str = ""
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    is_warning: bool = False
 
 
 BrokerAction = (

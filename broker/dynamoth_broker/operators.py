@@ -82,6 +82,7 @@ class BrokerRequests:
             "alternates": list(control.alternates(now)),
             "logs_hash": report.logs_hash,
             "history_hash": report.history_hash,
+            "presence_hash": report.presence_hash,
             "unreachable": control.faults,
         }
 

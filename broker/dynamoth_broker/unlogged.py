@@ -54,4 +54,4 @@ class Unlogged:
         self._watched[channel] = now + WARN_S
         what = "a publication on a logged channel is not in its log, and reaches no user"
         why = "it came from the client of the cluster: publish with LogPublisher, or as a user of a broker"
-        return [Noted(what, why, {"channel": channel.decode(errors="replace")})]
+        return [Noted(what, why, {"channel": channel.decode(errors="replace")}, is_warning=True)]

@@ -105,9 +105,10 @@ class BrokerReport:
     user_loads: tuple[int, ...] = ()
     #: Where users reach it; empty where nobody can be sent to it.
     url: str = ""
-    #: Hashes of ``broker.logs`` and ``broker.history``, which all brokers need alike; empty: unknown.
+    #: Hashes of ``broker.logs``, ``broker.history`` and ``broker.presence``, which all brokers need alike; empty: unknown.
     logs_hash: str = ""
     history_hash: str = ""
+    presence_hash: str = ""
     #: The time between two reports of this broker, in seconds; at most ``REPORT_S_MAX``. 0: unknown.
     report_s: float = 0.0
 
@@ -213,7 +214,7 @@ def _report_to_wire(report: BrokerReport) -> list[Any]:
         *(report.broker, report.url, report.capacity_bytes_per_s, report.load_bytes_per_s, report.inbound_bytes_per_s),
         *(report.users, report.other_ratio_max, report.is_admitting, report.is_draining, report.location),
         *(_columns_to_wire(report.interests), report.user_loads, report.logs_hash, report.history_hash),
-        report.report_s,
+        *(report.report_s, report.presence_hash),
     ]
 
 
@@ -243,7 +244,7 @@ def pack_edge(stamp: Stamp, message: EdgeMessage) -> bytes:
 # Reading: each field is checked, as anyone who reaches a server can publish anything.
 
 
-_REPORT_DEFAULTS: tuple[Any, ...] = ("", "", 0.0)
+_REPORT_DEFAULTS: tuple[Any, ...] = ("", "", 0.0, "")
 """Of the fields that older brokers do not send."""
 
 
@@ -330,7 +331,8 @@ def _columns(value: Any, length_max: int) -> InterestColumns:
 
 
 def _report(v: list[Any]) -> BrokerReport:
-    logs_hash, history_hash, report_s = (*v[12:15], *_REPORT_DEFAULTS[len(v[12:15]) :])  # older brokers send none
+    # Older brokers send none of these.
+    logs_hash, history_hash, report_s, presence_hash = (*v[12:16], *_REPORT_DEFAULTS[len(v[12:16]) :])
     capacity = _number(v[2])
     if not capacity:
         raise MalformedMessage("a capacity of 0")
@@ -349,6 +351,7 @@ def _report(v: list[Any]) -> BrokerReport:
         user_loads=tuple(map(read_natural, _array(v[11], USER_LOAD_CLASSES))),
         logs_hash=read_text(logs_hash, HASH_MAX),
         history_hash=read_text(history_hash, HASH_MAX),
+        presence_hash=read_text(presence_hash, HASH_MAX),
         report_s=_report_s(report_s),
     )
 

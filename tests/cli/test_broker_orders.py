@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,12 @@ def test_without_a_command_the_daemon_runs(capsys: pytest.CaptureFixture[str]) -
     assert main(["coordinator", *servers, "--cov-target", "0.9", "--check"]) == 2
     refusals = capsys.readouterr().err
     assert "coordinator.forget_s: more than 3 s" in refusals and "cov_target must be at most cov_max" in refusals
+
+
+def test_a_file_that_is_given_before_the_command_names_the_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "dynamoth.toml"
+    file.write_text('[[cluster.servers]]\nid = "s1"\nurl = "redis://127.0.0.1:1"\n')
+    assert main(["broker", "--config", str(file), "status"]) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err

@@ -216,6 +216,7 @@ class Engine:
             self._application.report_error(error)
             self._give_up_without_token(number)
         else:
+            token = token if token is None else token.strip()  # a file ends with a new line
             self.handle(TokenReady(number, token, _expiry_of(token)))
 
     def _give_up_without_token(self, number: int) -> None:

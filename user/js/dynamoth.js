@@ -1920,7 +1920,8 @@ export class Dynamoth extends EventTarget {
 
     async #getToken() {
         try {
-            this.#feed({ type: "token", token: checkedText(await this.#options.getToken(), "the token") });
+            const token = checkedText(await this.#options.getToken(), "the token").trim(); // A file ends with a new line.
+            this.#feed({ type: "token", token });
         } catch (error) {
             this.#feed({ type: "token_failed", message: `getToken has failed: ${error}` });
         }

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from dynamoth.edge.control import (
@@ -332,7 +332,11 @@ class CoordinatorMachine:
 
     def _on_report(self, stamp: Stamp, report: BrokerReport, now: float) -> list[CoordinatorAction]:
         notes = self.roster.on_report(stamp, report, now)
-        return [] if notes is None else [*notes, *self._control(controlling.Reported(report), now)]
+        if notes is None:
+            return []
+        if self.roster.is_odd(report.broker):  # users would lose their logs there
+            report = replace(report, is_admitting=False)
+        return [*notes, *self._control(controlling.Reported(report), now)]
 
     def _forget_silent(self, now: float) -> list[CoordinatorAction]:
         actions: list[CoordinatorAction] = []

@@ -13,6 +13,15 @@ BROKERS_MAX = 1000
 """Bound of the brokers whose reports are heard: each costs up to 200 KB, with what their reports name."""
 
 
+ALIKE = "logs", "history", "presence"
+"""The settings that all brokers need alike."""
+
+
+def _hashes(report: BrokerReport) -> tuple[str, str, str]:
+    """Return the hashes of the settings ``ALIKE``."""
+    return report.logs_hash, report.history_hash, report.presence_hash
+
+
 @dataclass(slots=True)
 class _Broker:
     """What is known of a broker besides its loads."""
@@ -76,7 +85,7 @@ class Roster:
         if known.is_ambiguous:
             return []
         why = "two processes report in turns: give each broker an id of its own"
-        return [Noted("the name of a broker is ambiguous", why, fields)]
+        return [Noted("the name of a broker is ambiguous", why, fields, is_warning=True)]
 
     def _compare_settings(self) -> list[Noted]:
         """Say once that brokers differ in what all of them need alike."""
@@ -84,18 +93,27 @@ class Roster:
         for setting, by_hash in self.differing().items():
             if setting not in self._differing:
                 why = f"every broker needs the same broker.{setting}: users miss publications where they differ"
-                notes.append(Noted(f"brokers differ in broker.{setting}", why, {"brokers": by_hash}))
+                notes.append(Noted(f"brokers differ in broker.{setting}", why, {"brokers": by_hash}, is_warning=True))
         self._differing = set(self.differing())
         return notes
 
     def differing(self) -> dict[str, dict[str, list[str]]]:
         """Return the settings in which brokers differ: the brokers by hash, of each. Unknown ones do not count."""
-        found: dict[str, dict[str, list[str]]] = {"logs": {}, "history": {}}
+        found: dict[str, dict[str, list[str]]] = {setting: {} for setting in ALIKE}
         for id_, broker in sorted(self._brokers.items()):
-            for setting, hashed in (("logs", broker.report.logs_hash), ("history", broker.report.history_hash)):
+            for setting, hashed in zip(ALIKE, _hashes(broker.report), strict=True):
                 if hashed:
                     found[setting].setdefault(hashed, []).append(id_)
         return {setting: by_hash for setting, by_hash in found.items() if len(by_hash) > 1}
+
+    def is_odd(self, id_: str) -> bool:
+        """Return whether a broker differs in these settings from more brokers than it agrees with.
+
+        One that does not say what it has, as it is older, does not count.
+        """
+        own = _hashes(self._brokers[id_].report)
+        counts = Counter(hashes for broker in self._brokers.values() if all(hashes := _hashes(broker.report)))
+        return all(own) and counts[own] < max(counts.values())
 
     def forget_silent(self, now: float) -> list[str]:
         """Forget the brokers that have not reported for long; return them."""

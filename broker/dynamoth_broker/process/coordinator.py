@@ -104,8 +104,9 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
                 self._log.write(logging.INFO, "connected", server=server, limited=True)
             case ControlLinkChanged(server, reason):
                 self._log.write(logging.WARNING, "a server cannot be used; trying again", reason, server=server)
-            case Noted(message, cause, fields):
-                self._log.write(logging.INFO, message, cause or None, limited=True, **fields)
+            case Noted(message, cause, fields, is_warning):
+                level = logging.WARNING if is_warning else logging.INFO
+                self._log.write(level, message, cause or None, limited=True, **fields)
             case DecisionRecorded(decision):
                 data = decision_as_data(decision)
                 self._log.write(logging.INFO, "decision", data.pop("reason"), **data)

@@ -18,6 +18,7 @@ _COUNTERS = {
     "malformed": "Messages of Redis that could not be read",
     "malformed_frames": "Frames of users that could not be read",
     "gaps": "Gaps that were sent to users",
+    "positions_without_log": "Subscriptions with a position to what has no log here: do brokers differ in broker.history?",
     "logs_lost": "Lives of logs that began while users had subscribed",
     "log_errors": "Errors of log servers",
     "unlogged": "Publications on the plain names of logged channels, which reach no user",

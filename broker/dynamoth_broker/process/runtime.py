@@ -294,8 +294,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             case ControlLinkChanged(link, reason):
                 message = "coordinators cannot reach this broker through a server; trying again"
                 self._log.write(logging.WARNING, message, reason, link=link)
-            case Noted(message, cause, fields):
-                self._log.write(logging.WARNING if cause else logging.INFO, message, cause or None, **fields)
+            case Noted(message, cause, fields, is_warning):
+                self._log.write(logging.WARNING if is_warning else logging.INFO, message, cause or None, **fields)
             case _:
                 assert_never(cast("Any", action))
 

@@ -239,12 +239,15 @@ class Tokens:
                 raise ConfigError(f"broker.token_keys_file: {self._file} is not a file of at most 1 MB")
             entries = json.loads(self._file.read_text())["keys"]
             return dict(map(_read_key, entries))
-        except (OSError, ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
-            raise ConfigError(
-                f"broker.token_keys_file: {self._file} is no JSON Web Key Set that can be used ({error}): it is"
-                ' {"keys": [{"kty": ..., "kid": ..., "alg": ...}, ...]}'
-            ) from error
+        except OSError as error:
+            raise ConfigError(f"broker.token_keys_file: {self._file} cannot be read: {error.strerror}") from error
+        except KeyError as error:
+            raise ConfigError(f"broker.token_keys_file: {self._file} is no {_KEY_SET}: it has no {error}") from error
+        except (ValueError, TypeError, jwt.PyJWTError) as error:
+            raise ConfigError(f"broker.token_keys_file: {self._file} is no {_KEY_SET}: {error}") from error
 
+
+_KEY_SET = 'JSON Web Key Set that can be used, {"keys": [{"kty": ..., "kid": ..., "alg": ...}, ...]}'
 
 _REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
     (jwt.InvalidSignatureError, "signature", "the signature is wrong"),
@@ -279,7 +282,10 @@ def _read_key(entry: Mapping[str, Any]) -> tuple[str, _Key]:
         raise ValueError("a key has no kid")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"key {kid!r}: alg is none of {', '.join(sorted(ALGORITHMS))}")
-    made = jwt.PyJWK(dict(entry), algorithm=str(algorithm))
+    try:
+        made = jwt.PyJWK(dict(entry), algorithm=str(algorithm))
+    except KeyError as error:
+        raise ValueError(f"key {kid!r} has no {error}") from error
     if isinstance(made.key, bytes) and len(made.key) < SECRET_BYTES_MIN:
         raise ValueError(f"key {kid!r} has fewer than {SECRET_BYTES_MIN} bytes")
     return kid, _Key(made.key, str(algorithm))

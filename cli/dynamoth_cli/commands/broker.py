@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import ssl
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from cryptography import x509
 
 from dynamoth.edge.control import parse_location
 from dynamoth.edge.log import LogOptions
@@ -135,11 +139,19 @@ def _tls(loaded: LoadedConfig) -> ssl.SSLContext | None:
     broker = loaded.config.broker
     if not broker.tls_cert_file:
         return None
+    key = broker.tls_key_file or "in the same file, as broker.tls_key_file is not set"
+    files = f"certificate {broker.tls_cert_file}, key {key}"
     try:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(broker.tls_cert_file, broker.tls_key_file or None)
-    except OSError as error:
-        raise ConfigError(f"broker.tls_*: the TLS files cannot be used: {error}: check certificate and key") from error
+        certificate = x509.load_pem_x509_certificate(Path(broker.tls_cert_file).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"broker.tls_*: the TLS files cannot be used: {error} ({files})") from error
+    if certificate.not_valid_after_utc <= datetime.now(UTC):
+        ended = f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        raise ConfigError(
+            f"broker.tls_cert_file: the certificate {broker.tls_cert_file} has expired ({ended}): renew it"
+        )
     return context
 
 

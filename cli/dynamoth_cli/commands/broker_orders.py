@@ -23,16 +23,21 @@ NO_COORDINATOR = "no coordinator runs: nobody is moved by load, and users are se
 def add_orders(parser: argparse.ArgumentParser) -> None:
     """Add the commands. Without one, the daemon runs."""
     commands = parser.add_subparsers(dest="action", title="commands of operators", required=False)
+    helps = {
+        "status": "show brokers and coordinators",
+        "drain": "move all users of a broker to others; it takes no more",
+        "undrain": "let a broker take users again",
+        "move": "ask one user to move to another broker",
+        "explain": "what the coordinator does now, and why",
+        "pause": "stop coordinators from moving users by load",
+        "resume": "let coordinators move users again",
+        "pin": "keep a user where it is",
+        "unpin": "let a user be moved again",
+    }
+    # What was given before the command counts, too: a flag that is not given after it does not replace that.
+    parser.set_defaults(url=None)
     every = {
-        "status": commands.add_parser("status", help="show brokers and coordinators"),
-        "drain": commands.add_parser("drain", help="move all users of a broker to others; it takes no more"),
-        "undrain": commands.add_parser("undrain", help="let a broker take users again"),
-        "move": commands.add_parser("move", help="ask one user to move to another broker"),
-        "explain": commands.add_parser("explain", help="what the coordinator does now, and why"),
-        "pause": commands.add_parser("pause", help="stop coordinators from moving users by load"),
-        "resume": commands.add_parser("resume", help="let coordinators move users again"),
-        "pin": commands.add_parser("pin", help="keep a user where it is"),
-        "unpin": commands.add_parser("unpin", help="let a user be moved again"),
+        name: commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS) for name, text in helps.items()
     }
     for name in ("drain", "undrain"):
         every[name].add_argument("broker", metavar="BROKER", help="id of the broker, as 'status' shows it")
@@ -40,7 +45,10 @@ def add_orders(parser: argparse.ArgumentParser) -> None:
         "--rate", type=_rate, default=RATE_PER_S, metavar="N", help="users asked per second (default %(default)g)"
     )
     every["drain"].add_argument(
-        "--force", action="store_true", help="drain it although no other broker takes users: those it has stay"
+        "--force",
+        action="store_true",
+        default=False,
+        help="drain it although no other broker takes users: those it has stay",
     )
     for name in ("move", "pin", "unpin"):
         every[name].add_argument(
@@ -48,7 +56,7 @@ def add_orders(parser: argparse.ArgumentParser) -> None:
         )
     every["move"].add_argument("--to", metavar="BROKER", required=True, help="id of the broker, or its URL")
     for each in every.values():
-        each.add_argument("--json", action="store_true", help="print JSON")
+        each.add_argument("--json", action="store_true", default=False, help="print JSON")
         add_access(each)
 
 
@@ -99,7 +107,7 @@ def _ambiguous(brokers: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _differing(brokers: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """Return the settings that all brokers need alike, and in which they differ: the brokers by hash, of each."""
-    found: dict[str, dict[str, list[str]]] = {"logs": {}, "history": {}}
+    found: dict[str, dict[str, list[str]]] = {"logs": {}, "history": {}, "presence": {}}
     for each in sorted(brokers, key=lambda each: str(each["broker"])):
         for setting, by_hash in found.items():
             if hashed := each.get(f"{setting}_hash"):  # older brokers do not say it
