@@ -167,7 +167,9 @@ class Delivery:
             actions.append(Transmit(connection, gap))
         self._confirm(subscription, Stage.CATCHING)
         entries = page if begins_at == since.offset else None
-        return [*actions, *self._catch_up(subscription, entries, now)]
+        actions += self._catch_up(subscription, entries, now)
+        # The user may know of more than this broker has heard of.
+        return [*actions, *self.read_behind_tip(interest, now)] if interest.tip < page.tip else actions
 
     def refuse(self, subscription: Subscription) -> list[BrokerAction]:
         """Refuse a subscription, as the server of its log does not answer."""
@@ -285,6 +287,7 @@ class Delivery:
         """Report what a live interest has dropped for a paused subscription; its latest value where that is enough."""
         interest, connection = subscription.interest, subscription.session.connection
         count = None if subscription.cursor == UNKNOWN else interest.tip - subscription.cursor
+        subscription.cursor = interest.tip
         if count == 0:
             return []
         if count is not None and interest.latest is not None:
@@ -322,6 +325,8 @@ class Delivery:
                 return actions if not interest.pending else [*actions, *self._deliver_pending(interest, now)]
         if len(interest.pending) < self._options.pending_max:
             interest.pending[epoch, offset] = publication.payload
+        else:
+            interest.is_stale = True
         return self.read_behind_tip(interest, now) if is_open else []
 
     def _deliver(self, interest: SharedInterest, offset: int, payload: bytes) -> BrokerAction:
@@ -410,7 +415,7 @@ class Delivery:
             subscription.cursor = position.offset
         if interest.live:
             actions.append(Broadcast(interest.live_connections, gap))
-        self._counters["gaps"] += interest.users
+        self._counters["gaps"] += len(interest.live) + len(behind)
         self.recents.forget(interest)
         interest.begin_epoch(page.epoch, position.offset)
         for subscription in behind:

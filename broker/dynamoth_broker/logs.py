@@ -13,6 +13,8 @@ from hashlib import blake2b
 from typing import Any
 
 from dynamoth.edge.log import (
+    FENCED,
+    SERVERS_KEY,
     Appended,
     LogOptions,
     LogPage,
@@ -21,6 +23,7 @@ from dynamoth.edge.log import (
     parse_appended,
     parse_page,
     read_command,
+    servers_value,
 )
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Replied, Send
@@ -240,7 +243,16 @@ class Logs:
             server.fault = NO_RUN_ID
             return [LogLinkChanged(id_, NO_RUN_ID)]
         server.run_id = event.run_id or ""
-        return [LogLinkChanged(id_, None), *self._send(id_, server.reads), *self._send_requests(id_, server.requests)]
+        server.requests[_Request(self._names_command, _nothing_follows, waits=False)] = None
+        return [
+            LogLinkChanged(id_, None),
+            *self._send(id_, server.reads),
+            *self._send_requests(id_, server.requests),
+        ]
+
+    def _names_command(self, run_id: str, new_epoch: int, options: LogOptions) -> tuple[CommandPart, ...]:
+        """Return the command that says which log servers there are, for those who append without a broker."""
+        return b"SET", SERVERS_KEY, servers_value(self._ids)
 
     def on_down(self, event: LinkDown, now: float) -> list[BrokerAction]:
         """Fail appends; reads wait for the next connection."""
@@ -282,13 +294,13 @@ class Logs:
 
     def _appended(self, append: _Append, value: object, now: float) -> list[BrokerAction]:
         if isinstance(value, ErrorReply):
-            self._counters["log_errors"] += 1
+            self._counters["log_errors"] += not str(value).startswith(FENCED)
             return [*append.on_appended(str(value), now)]
         try:
             return [*append.on_appended(parse_appended(value), now)]
-        except MalformedMessage as error:
+        except MalformedMessage:
             self._counters["malformed"] += 1
-            return [*append.on_appended(str(error), now)]
+            return [*append.on_appended("unknown", now)]
 
     def _page_of(self, value: object) -> LogPage | None:
         if isinstance(value, ErrorReply):
@@ -309,3 +321,7 @@ class Logs:
         for on_page in read.waiting:
             actions += on_page(page, now)
         return actions
+
+
+def _nothing_follows(value: Any, now: float) -> Sequence[BrokerAction]:
+    return []

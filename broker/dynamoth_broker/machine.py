@@ -20,6 +20,7 @@ from dynamoth.edge.frames import (
     Ack,
     AskMembers,
     Connect,
+    Error,
     Leave,
     Pong,
     PublishRequest,
@@ -175,8 +176,9 @@ class BrokerMachine:
             case Pushed() if is_control:
                 return self.control.on_pushes(event, now)
             case LinkUp():
-                actions = self.logs.on_up(event)
-                self.presence.on_server_up(event.link.removeprefix(LINK_PREFIX), now)
+                actions, server = self.logs.on_up(event), event.link.removeprefix(LINK_PREFIX)
+                if self.logs.is_up(server):
+                    self.presence.on_server_up(server, now)
                 return actions
             case LinkDown():
                 return self.logs.on_down(event, now)
@@ -230,6 +232,8 @@ class BrokerMachine:
                 return self._publishing.publish(session, frame, now)
             case AskMembers(ref, interest):
                 error = self._subscribing.refusal(session, interest, ref)
+                if error is None and interest.id not in session.subscriptions:
+                    error = Error("forbidden", "subscribe to the presence before you ask for its members", ref=ref)
                 return [Transmit(session.connection, error)] if error else self.presence.ask(session, frame, now)
             case Leave():
                 self.presence.on_left(session, now)

@@ -169,10 +169,13 @@ class Presence:
             self._remove(session, interest.name, "exit", now)
 
     def on_ended(self, subscription: Subscription, now: float) -> None:
-        """Let a user leave whose subscription has ended, if no other one has replaced it."""
+        """Let a user leave whose subscription has ended, if no other one has replaced it.
+
+        One that was refused for now is subscribed to again soon.
+        """
         session, interest = subscription.session, subscription.interest.interest
         if interest.kind == "channel" and interest.id not in session.subscriptions:
-            self._remove(session, interest.name, "exit", now)
+            self._remove(session, interest.name, "exit" if subscription.has_unsubscribed else "release", now)
 
     def on_left(self, session: Session, now: float) -> None:
         """Leave the members of a session to the broker that serves it now."""

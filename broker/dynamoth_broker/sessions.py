@@ -52,6 +52,8 @@ class Subscription:
     is_reading: bool = False
     #: Whether others are to see that the session is on the channel.
     is_present: bool = False
+    #: Whether the user has unsubscribed.
+    has_unsubscribed: bool = False
     #: Ended by the user, or with the session.
     is_ended: bool = False
 

@@ -154,6 +154,7 @@ class Subscribing:
         """End a user's subscription, if there is one, once the present event was handled."""
         subscription = session.subscriptions.get(s)
         if subscription is not None:
+            subscription.has_unsubscribed = True
             self._delivery.refused.append(subscription)
 
     def end(self, subscription: Subscription, now: float) -> None:

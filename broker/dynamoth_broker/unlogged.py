@@ -29,17 +29,16 @@ class Unlogged:
 
     def watch(self, interest: SharedInterest) -> list[BrokerAction]:
         """Begin to listen to the plain name of an interest, if it is a logged channel."""
-        name = interest.interest.name.encode()
-        is_logged_channel = interest.is_logged and interest.interest.kind == "channel"
-        if not is_logged_channel or name in self._watched or len(self._watched) >= WATCHED_MAX:
+        name = _name_of(interest)
+        if name is None or name in self._watched or len(self._watched) >= WATCHED_MAX:
             return []
         self._watched[name] = 0.0
         return [SubscribeChannel(name)]
 
     def end(self, interest: SharedInterest) -> list[BrokerAction]:
         """End that."""
-        name = interest.interest.name.encode()
-        if not interest.is_logged or self._watched.pop(name, None) is None:
+        name = _name_of(interest)
+        if name is None or self._watched.pop(name, None) is None:
             return []
         return [UnsubscribeChannel(name)]
 
@@ -55,3 +54,9 @@ class Unlogged:
         what = "a publication on a logged channel is not in its log, and reaches no user"
         why = "it came from the client of the cluster: publish with LogPublisher, or as a user of a broker"
         return [Noted(what, why, {"channel": channel.decode(errors="replace")}, is_warning=True)]
+
+
+def _name_of(interest: SharedInterest) -> bytes | None:
+    """Return the plain name of a logged channel; None for anything else."""
+    is_logged_channel = interest.is_logged and interest.interest.kind == "channel"
+    return interest.interest.name.encode() if is_logged_channel else None

@@ -105,7 +105,7 @@ class BrokerReport:
     user_loads: tuple[int, ...] = ()
     #: Where users reach it; empty where nobody can be sent to it.
     url: str = ""
-    #: Hashes of ``broker.logs``, ``broker.history`` and ``broker.presence``, which all brokers need alike; empty: unknown.
+    #: Hashes of ``broker.logs``, ``history`` and ``presence``, which all brokers need alike; empty: unknown.
     logs_hash: str = ""
     history_hash: str = ""
     presence_hash: str = ""

@@ -19,7 +19,7 @@ The scripts' effects are written here in Python, too (``evaluate``), for models 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -32,6 +32,15 @@ from dynamoth.protocol.wire import parser, read_array, read_bytes, shortened
 
 LOG_PREFIX = RESERVED_PREFIX + b"log:"
 """Prefix of the keys of logs."""
+
+SERVERS_KEY = LOG_PREFIX + b"servers"
+"""At each log server, the ids of all of them, by a broker: who appends with others would append where nobody reads."""
+
+
+def servers_value(ids: Iterable[str]) -> bytes:
+    """Return the value of ``SERVERS_KEY`` for these log servers."""
+    return " ".join(sorted(ids)).encode()
+
 
 FENCED = "FENCED"
 """The first word of the error that refuses a writer of an older term."""

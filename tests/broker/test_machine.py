@@ -30,7 +30,7 @@ from dynamoth.edge.frames import (
     Unsubscribed,
 )
 from dynamoth.edge.interests import Interest, channel_interest, query_interest
-from dynamoth.edge.log import log_keys
+from dynamoth.edge.log import SERVERS_KEY, log_keys
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, Replied, Send, Start
 from dynamoth_broker import unlogged
@@ -146,7 +146,8 @@ class Broker(Subject):
 
 
 def reads(actions: list[Any]) -> list[Send]:
-    return only(Send, actions)
+    """Return the commands to the log, but for what every new connection begins with."""
+    return [send for send in only(Send, actions) if send.args[1] != SERVERS_KEY]
 
 
 def frames(actions: list[Any], connection: int) -> list[Any]:
@@ -543,6 +544,40 @@ def test_a_slow_user_does_not_know_how_much_of_a_live_interest_is_missing_after_
     assert frames(broker.tell(Writable(1)), 1) == [Gap(LIVE.id, "slow")]
 
 
+def test_a_gap_that_came_before_bye_does_not_come_again() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1, LIVE)
+    broker.tell(Overflowed(1))
+    broker.tell(Publications([(b"news", b"x")]))
+    broker.frame(1, Leave())
+    assert frames(broker.tell(BarrierPassed(b"news")), 1) == [Gap(LIVE.id, "slow", count=1), Bye({})]
+    assert frames(broker.tell(Writable(1)), 1) == []
+
+
+def test_a_position_to_what_has_no_log_here_is_a_gap() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1, LIVE)
+    broker.open(2)
+    answer = frames(broker.subscribe(2, LIVE, Position(EPOCH, 5)), 2)
+    assert answer == [Subscribed(1, LIVE.id), Gap(LIVE.id, "not_logged")]
+    assert frames(broker.tell(Publications([(b"news", b"x")])), 2) == [Data(LIVE.id, b"x")]
+
+
+def test_who_knows_more_than_the_broker_makes_it_read_the_log() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1, tip=3)
+    broker.open(2)
+    [read] = reads(broker.subscribe(2, LOGGED, Position(EPOCH, 4)))
+    actions = broker.page(read, 4)
+    assert offsets(actions, 2) == []
+    [read] = reads(actions)
+    assert offsets(broker.page(read, 4, 4), 1) == [4]
+    assert broker.publish(5) == [Broadcast([1, 2], data(5))]
+
+
 def test_a_slow_user_of_a_conflated_channel_gets_the_latest_publication() -> None:
     broker = Broker(replace(NO_PINGS, conflate=("n*",)))
     broker.open(1)
@@ -830,6 +865,17 @@ def test_what_comes_on_the_plain_name_of_a_logged_channel_is_noted_now_and_then(
     assert broker.broker.counters["unlogged"] == 4
 
 
+def test_the_plain_name_is_watched_although_a_query_of_that_name_is_left() -> None:
+    broker = Broker()
+    broker.open(1)
+    broker.joined(1)
+    query = query_interest(LOGGED.name, {})
+    broker.subscribe(1, query)
+    broker.frame(1, Unsubscribe(query.id))
+    assert only(UnsubscribeChannel, broker.pass_time(OPTIONS.linger_s)) == [UnsubscribeChannel(query.log_channel)]
+    assert len(only(Noted, broker.tell(Publications([(LOGGED.name.encode(), b"lost")])))) == 1
+
+
 def test_the_plain_name_that_cannot_be_subscribed_to_refuses_nobody() -> None:
     broker = Broker()
     broker.open(1)
@@ -866,7 +912,31 @@ def test_a_logged_publication_is_appended_first_and_published_with_its_place() -
     ]
 
 
-def test_nobody_knows_the_outcome_of_an_append_whose_connection_was_lost() -> None:
+def test_a_log_server_is_told_which_log_servers_there_are() -> None:
+    broker = Broker(replace(NO_PINGS, logs={"l2": "redis://l2", "l1": "redis://l1:6379"}))
+    broker.down(LOG)
+    [names] = only(Send, broker.up(LOG))
+    assert (names.link, names.args) == (LOG, (b"SET", SERVERS_KEY, b"l1 l2"))
+    assert broker.tell(Replied(LOG, names.tag, "OK")) == []
+
+
+def test_a_channel_of_a_fenced_writer_is_published_on_by_nobody_else() -> None:
+    broker = Broker()
+    broker.open(1)
+    [append] = reads(broker.frame(1, PublishRequest(3, LOGGED, b"x")))
+    [error] = frames(broker.tell(Replied(LOG, append.tag, ErrorReply("FENCED by a newer writer, term 3"))), 1)
+    assert (error.code, error.retry, error.ref) == ("forbidden", "never", 3)
+    assert broker.broker.counters["log_errors"] == 0
+
+
+def test_nobody_knows_the_outcome_of_an_append_whose_answer_cannot_be_read() -> None:
+    broker = Broker()
+    broker.open(1)
+    [append] = reads(broker.frame(1, PublishRequest(3, LOGGED, b"x")))
+    assert [each.code for each in frames(broker.tell(Replied(LOG, append.tag, [7])), 1)] == ["unknown_outcome"]
+
+
+def test_nobody_knows_the_outcome_of_an_append_whose_connection_of_an_append_whose_connection_was_lost() -> None:
     broker = Broker()
     broker.open(1)
     broker.frame(1, PublishRequest(3, LOGGED, b"x"))

@@ -114,6 +114,9 @@ def publications(actions: list[Any]) -> list[LoggedPublication]:
 
 
 def ask(broker: PresentBroker, connection: int, ref: int = 7, interest: Interest = ROOM) -> list[Any]:
+    """Let a user ask who is present; it subscribes to the presence before, as it has to."""
+    if interest.id not in broker.broker.sessions[connection].subscriptions:
+        broker.subscribe(connection, interest, ref=99)
     return broker.frame(connection, AskMembers(ref, interest))
 
 
@@ -211,6 +214,26 @@ def test_who_unsubscribes_leaves_at_once() -> None:
     broker = PresentBroker()
     broker.enter(1)
     assert changes(broker.frame(1, Unsubscribe(CHANNEL.id))) == [("exit", "session1", 0)]
+
+
+def test_a_subscription_that_is_refused_for_now_is_no_leave() -> None:
+    broker = PresentBroker(history=("room",), log_wait_s=3.0)
+    actions = broker.open(1, SubscriptionRequest(1, CHANNEL, None, is_present=True), grant=ANN)
+    [tip] = only(Send, broker.tell(ChannelConfirmed(CHANNEL.log_channel)))
+    actions = broker.tell(Replied(LOG, tip.tag, [b"%016x" % EPOCH, 5, 1]))
+    broker.answer_all(actions)
+    far = Position(EPOCH, 1)
+    broker.frame(1, Subscribe(SubscriptionRequest(2, CHANNEL, far, is_present=True)))
+    actions = broker.pass_time(3.0)  # its log does not answer
+    assert [each.code for each in frames(actions, 1)] == ["log_unavailable"]
+    assert [kind for kind, *_ in changes(actions)] == ["release"]
+
+
+def test_members_are_for_those_who_watch() -> None:
+    broker = PresentBroker()
+    broker.enter(1)
+    [error] = frames(broker.frame(1, AskMembers(7, ROOM)), 1)
+    assert (error.code, error.ref) == ("forbidden", 7)
 
 
 def test_to_subscribe_again_is_no_leave_unless_it_is_not_as_present() -> None:

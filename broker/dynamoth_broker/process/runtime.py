@@ -302,7 +302,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
     def _broadcast(self, connections: Sequence[UserConnection], frame: Frame) -> None:
         """Send a frame to all, as the same bytes."""
         prepared = _prepared(frame)
-        self._machine.counters["deliveries"] += len(connections)
+        if isinstance(frame, Data):
+            self._machine.counters["deliveries"] += len(connections)
         if self._has_streams:
             for connection in connections:
                 _note_position(connection, frame)
@@ -312,6 +313,8 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 connection.send(prepared)
 
     def _send(self, connection: UserConnection, frame: Frame) -> None:
+        if isinstance(frame, Data):
+            self._machine.counters["deliveries"] += 1
         if self._has_streams:
             _note_position(connection, frame)
         connection.send(_prepared(frame))

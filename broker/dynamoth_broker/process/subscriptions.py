@@ -51,6 +51,8 @@ class Subscriptions:
         self._report = report
         self._pubsub: PubSub = client.pubsub(numbered=True, gaps=True)
         self._wanted: dict[bytes, None] = {}
+        #: Those of them for which the client has sent SUBSCRIBE.
+        self._asked: set[bytes] = set()
         self._has_some = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening = asyncio.create_task(self._listen(), name="listen for the broker")
@@ -70,6 +72,7 @@ class Subscriptions:
     def unsubscribe(self, channel: bytes) -> None:
         """End a subscription; ``ChannelEnded`` follows."""
         self._wanted.pop(channel, None)
+        self._asked.discard(channel)
         self._start(self._unsubscribe(channel))
 
     def raise_barrier(self, channel: bytes) -> None:
@@ -115,6 +118,10 @@ class Subscriptions:
                 self._handle(ChannelFailed(channel, str(error)))
                 return
             self._has_some.set()
+            if channel in self._wanted:
+                self._asked.add(channel)
+                if channel not in self._pubsub.channels:  # it was refused meanwhile
+                    self._on_refused("a Redis server has refused it")
             return
 
     async def _unsubscribe(self, channel: bytes) -> None:
@@ -188,8 +195,9 @@ class Subscriptions:
 
     def _on_refused(self, reason: str) -> None:
         """Find out which subscriptions Redis has refused: the client does not have them any more."""
-        for channel in [channel for channel in self._wanted if channel not in self._pubsub.channels]:
-            del self._wanted[channel]
+        for channel in [channel for channel in self._asked if channel not in self._pubsub.channels]:
+            self._wanted.pop(channel, None)
+            self._asked.discard(channel)
             self._handle(ChannelFailed(channel, reason))
 
     def _note(self, fault: str | None) -> None:
