@@ -41,7 +41,10 @@ class LogPublisher:
 
     Args:
         client: of the cluster; not closed with this one.
-        logs: the log servers: URLs by id, the same as ``broker.logs``. With another list, publications get lost.
+        logs: the log servers: URLs by id, the same as ``broker.logs``. The ids decide where a log is, so with other ids nobody
+            would read it: ``publish`` raises ConfigError where a log server says that the brokers have other ids. If
+            the server refuses to say so (the right ``+get`` is missing), that is logged as a warning, once, and with
+            another list publications get lost.
         retained_min: as ``broker.retained_min``.
         ttl_s: as ``broker.log_ttl_s``.
         durable: as ``broker.log_durable``.
@@ -86,8 +89,8 @@ class LogPublisher:
                 log's end. None: it is stored in any case.
             term: of the writer, larger with each one that takes over; 0: there is no other one.
 
-        Raises LogUnavailable, Fenced, UnknownOutcome, MalformedMessage (the name). When it is cancelled, the
-        publication is stored or not.
+        Raises LogUnavailable, Fenced, UnknownOutcome, MalformedMessage (the name), and ConfigError (the brokers have
+        other log servers; nothing is stored). When it is cancelled, the publication is stored or not.
         """
         return await self._publish(channel_interest(channel), payload, execution, term)
 

@@ -19,7 +19,7 @@ The scripts' effects are written here in Python, too (``evaluate``), for models 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -32,6 +32,9 @@ from dynamoth.protocol.wire import parser, read_array, read_bytes, shortened
 
 LOG_PREFIX = RESERVED_PREFIX + b"log:"
 """Prefix of the keys of logs."""
+
+SERVERS_KEY = LOG_PREFIX + b"servers"
+"""The key at each log server where brokers write the ids of all their log servers."""
 
 FENCED = "FENCED"
 """The first word of the error that refuses a writer of an older term."""
@@ -161,6 +164,11 @@ def log_keys(interest_id: str) -> tuple[bytes, bytes]:
 def log_server(interest_id: str, servers: Sequence[str]) -> str:
     """Return which of the log servers has the log of an interest (rendezvous hashing, by id)."""
     return max(servers, key=lambda server: blake2b(f"{server} {interest_id}".encode(), digest_size=8).digest())
+
+
+def servers_value(ids: Iterable[str]) -> bytes:
+    """Return the value of ``SERVERS_KEY``: the ids of the log servers, sorted, joined by one space."""
+    return " ".join(sorted(ids)).encode()
 
 
 def append_command(
