@@ -41,10 +41,9 @@ class LogPublisher:
 
     Args:
         client: of the cluster; not closed with this one.
-        logs: the log servers: URLs by id, the same as ``broker.logs``. The ids decide where a log is, so with other ids nobody
-            would read it: ``publish`` raises ConfigError where a log server says that the brokers have other ids. If
-            the server refuses to say so (the right ``+get`` is missing), that is logged as a warning, once, and with
-            another list publications get lost.
+        logs: the log servers: URLs by id, the same as ``broker.logs``. The ids decide where a log is: with others,
+            nobody reads what is published. ``publish`` raises ConfigError then, if the log server says which ids the
+            brokers have. If it refuses to say so (the right ``+get`` is missing), that is logged once, as a warning.
         retained_min: as ``broker.retained_min``.
         ttl_s: as ``broker.log_ttl_s``.
         durable: as ``broker.log_durable``.
