@@ -41,7 +41,9 @@ class LogPublisher:
 
     Args:
         client: of the cluster; not closed with this one.
-        logs: the log servers: URLs by id, the same as ``broker.logs``. With another list, publications get lost.
+        logs: the log servers: URLs by id, the same as ``broker.logs``. The ids decide where a log is: with others,
+            nobody reads what is published. ``publish`` raises ConfigError then, if the log server says which ids the
+            brokers have. If it refuses to say so (the right ``+get`` is missing), that is logged once, as a warning.
         retained_min: as ``broker.retained_min``.
         ttl_s: as ``broker.log_ttl_s``.
         durable: as ``broker.log_durable``.
@@ -86,8 +88,8 @@ class LogPublisher:
                 log's end. None: it is stored in any case.
             term: of the writer, larger with each one that takes over; 0: there is no other one.
 
-        Raises LogUnavailable, Fenced, UnknownOutcome, MalformedMessage (the name). When it is cancelled, the
-        publication is stored or not.
+        Raises LogUnavailable, Fenced, UnknownOutcome, MalformedMessage (the name), and ConfigError (the brokers have
+        other log servers; nothing is stored). When it is cancelled, the publication is stored or not.
         """
         return await self._publish(channel_interest(channel), payload, execution, term)
 

@@ -36,12 +36,6 @@ LOG_PREFIX = RESERVED_PREFIX + b"log:"
 SERVERS_KEY = LOG_PREFIX + b"servers"
 """At each log server, the ids of all of them, by a broker: who appends with others would append where nobody reads."""
 
-
-def servers_value(ids: Iterable[str]) -> bytes:
-    """Return the value of ``SERVERS_KEY`` for these log servers."""
-    return " ".join(sorted(ids)).encode()
-
-
 FENCED = "FENCED"
 """The first word of the error that refuses a writer of an older term."""
 
@@ -170,6 +164,11 @@ def log_keys(interest_id: str) -> tuple[bytes, bytes]:
 def log_server(interest_id: str, servers: Sequence[str]) -> str:
     """Return which of the log servers has the log of an interest (rendezvous hashing, by id)."""
     return max(servers, key=lambda server: blake2b(f"{server} {interest_id}".encode(), digest_size=8).digest())
+
+
+def servers_value(ids: Iterable[str]) -> bytes:
+    """Return the value of ``SERVERS_KEY``: the ids of the log servers, sorted, joined by one space."""
+    return " ".join(sorted(ids)).encode()
 
 
 def append_command(

@@ -14,7 +14,7 @@ import pytest
 import redis.exceptions
 
 from dynamoth.edge.interests import channel_interest
-from dynamoth.edge.log import log_keys, log_server
+from dynamoth.edge.log import SERVERS_KEY, log_keys, log_server, servers_value
 from dynamoth.errors import ConfigError, MalformedMessage
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
@@ -29,7 +29,7 @@ from tests.docs.pages import ROOT
 SHORT_S = 0.3
 NEVER_S = 1000.0
 
-DOCUMENTED = "+eval +hmget +hset +hdel +del +pexpire +xadd ~__dynamoth__:log:*"
+DOCUMENTED = "+eval +get +hmget +hset +hdel +del +pexpire +xadd ~__dynamoth__:log:*"
 assert DOCUMENTED in (ROOT / "docs" / "brokers.md").read_text()
 
 
@@ -307,6 +307,47 @@ def test_logs_are_where_brokers_look_for_them(cluster: LocalCluster, log: Embedd
                 assert await query(url, (b"EXISTS", *log_keys(interest_id))) == [2]
 
     run(main())
+
+
+def test_log_servers_other_than_those_of_the_brokers_are_refused(cluster: LocalCluster, log: EmbeddedRedis) -> None:
+    async def main() -> None:
+        await query(log.url, (b"SET", SERVERS_KEY, servers_value(["l2", "l1"])))
+        async with backend(cluster, log) as b:
+            for _ in range(2):
+                with pytest.raises(ConfigError, match=r"servers 'l1', and the brokers have 'l1 l2'.*same ids and URLs"):
+                    await b.publisher.publish("log1", "lost", execution=1)
+            await asyncio.to_thread(publish)
+            assert await query(log.url, (b"EXISTS", *log_keys(channel_interest("log1").id))) == [0]
+            await query(log.url, (b"SET", SERVERS_KEY, servers_value(["l1"])))
+            many = await asyncio.gather(*(b.publisher.publish("log1", f"{number}") for number in range(3)))
+            assert sorted(position.offset for position in many) == [1, 2, 3]  # the brokers were corrected
+
+    def publish() -> None:
+        client = SyncRedis.from_url(cluster.url)
+        with SyncLogPublisher(client, {"l1": log.url}) as publisher, pytest.raises(ConfigError, match="l1 l2"):
+            publisher.publish("log1", "lost")
+        client.close()
+
+    run(main())
+
+
+def test_a_server_that_does_not_say_which_log_servers_there_are_is_named_once(
+    cluster: LocalCluster, log: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        user = (b"ACL", b"SETUSER", b"backend", b"on", b">pw", b"+@all", b"-get", b"~*")
+        with EmbeddedRedis() as other:
+            for each in (log, other):
+                await query(each.url, user)
+            options = LinkOptions(username="backend", password="pw")
+            async with backend(cluster, log, other, options=options) as b:
+                for number in range(10):
+                    assert (await b.publisher.publish(f"log{number}", "m")).offset == 1
+
+    with caplog.at_level(logging.WARNING, "dynamoth_client"):
+        run(main())
+    warnings = [each.getMessage() for each in caplog.records if each.name == "dynamoth_client"]
+    assert len(warnings) == 1 and "NOPERM" in warnings[0] and "+get" in warnings[0]
 
 
 def test_what_cannot_be_used_is_refused() -> None:

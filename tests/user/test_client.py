@@ -58,6 +58,7 @@ from dynamoth_user.connection import OUTGOING_MAX
 from dynamoth_user.encoding import Encoding
 from dynamoth_user.engine import _expiry_of, may_connect
 from dynamoth_user.machine.machine import UserMachine
+from dynamoth_user.storage import load_state
 from dynamoth_user.window import PUBLICATIONS_MAX
 from tests.tls import make_certificates
 from tests.user.scripted_broker import JSON, MSGPACK, Peer, ScriptedBroker, at, data, scripted_broker
@@ -216,6 +217,23 @@ async def test_unsubscribing_ends_the_iteration_and_the_same_channel_can_be_subs
         assert await take(again, 1) == ["6"]
 
 
+async def test_an_ended_subscription_does_not_move_the_position_of_its_successor(tmp_path: Path) -> None:
+    storage = FileStorage(tmp_path / "positions.json")
+    async with scripted_broker() as broker, client_of(broker, storage=storage) as client:
+        peer, old = await subscribed(client, broker)
+        await peer.send(data("news", "1", 1))
+        assert await take(old, 1) == ["1"]
+        await old.unsubscribe()
+        assert isinstance(await peer.frames.get(), Unsubscribe)
+        async with doing(client.subscribe("news")) as subscribing:
+            await confirm(peer, 7)
+        await subscribing
+        assert [item async for item in old] == []
+        client.note_handled(old, at(2))
+    state = await load_state(storage)
+    assert state is not None and state.positions == {old.interest.id: at(7)}
+
+
 async def test_a_cancelled_subscribe_leaves_no_subscription() -> None:
     async with scripted_broker() as broker, client_of(broker) as client:
         async with doing(client.subscribe("news")) as subscribing:
@@ -260,6 +278,23 @@ async def test_a_handler_that_raises_is_reported_and_delivery_goes_on(caplog: py
     assert seen == ["1", "3"]
     assert [type(error) for error in errors] == [ZeroDivisionError]
     assert "the handler of news has failed" in caplog.text
+
+
+async def test_an_item_whose_handler_raises_is_not_handled_by_itself() -> None:
+    failed = asyncio.Event()
+
+    def handle(_: Item | Gap) -> None:
+        raise ZeroDivisionError
+
+    async with scripted_broker() as broker:
+        async with client_of(broker, session="me", on_error=lambda _: failed.set()) as client:
+            async with doing(client.subscribe("news", handle, stored=True)):
+                peer = await broker.peer()
+                await peer.welcome()
+            await peer.send(data("news", "1", 1))
+            await failed.wait()
+        await peer.closed
+        assert peer.frames.empty()
 
 
 async def test_a_handler_may_be_a_plain_function_and_may_close_the_client() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -192,11 +193,11 @@ def test_who_is_present_says_so_on_every_connection(is_stored: bool) -> None:
 # The client.
 
 
-async def answer(peer: Peer, offset: int, *these: str) -> None:
+async def answer(peer: Peer, offset: int, *these: str, count: int | None = None) -> None:
     """Answer the next question for the members."""
     question = await peer.read(AskMembers)
     assert question.interest == ROOM
-    await peer.send(members(question.ref, offset, *these, epoch=BROKER_EPOCH))
+    await peer.send(members(question.ref, offset, *these, epoch=BROKER_EPOCH, count=count))
 
 
 async def watched(client: Client, broker: ScriptedBroker, *these: str) -> tuple[Peer, Presence]:
@@ -228,6 +229,35 @@ async def test_after_a_gap_the_difference_follows() -> None:
         assert [await anext(room), await anext(room)] == [Leave(ANN, "ann"), Join(EVE, "eve")]
         await peer.send(event(10, "leave", BOB))
         assert await anext(room) == Leave(BOB, "bob")
+
+
+async def test_after_a_gap_two_parts_of_the_members_make_no_difference() -> None:
+    async with scripted_broker() as broker, client_of(broker) as client:
+        async with doing(client.presence("room")) as asking:
+            peer = await broker.peer()
+            await peer.welcome()
+            await answer(peer, 0, ANN, BOB, count=3)
+        room = await asking
+        for offset, listed, count in ((9, (BOB, EVE), 3), (19, (BOB, EVE), 2), (29, (ANN,), 3)):
+            await peer.send(Gap(ROOM.id, "retention", offset, offset, at(offset)))
+            assert isinstance(await anext(room), MissingChanges)
+            await answer(peer, offset, *listed, count=count)
+        await peer.send(event(30, "leave", BOB))
+        assert await anext(room) == Leave(BOB, "bob")
+        assert (dict(room.members), room.count) == ({ANN: "ann"}, 2)
+
+
+async def test_a_presence_is_for_one_task_at_a_time() -> None:
+    async with scripted_broker() as broker, client_of(broker) as client:
+        peer, room = await watched(client, broker)
+        async with doing(anext(room)) as waiting:
+            await asyncio.sleep(0)  # it waits
+            with pytest.raises(RuntimeError, match="another task"):
+                await asyncio.wait_for(anext(room), 5.0)
+            await peer.send(event(1, "join", ANN))
+        assert await waiting == Join(ANN, "ann")
+        await peer.send(event(2, "leave", ANN))
+        assert await anext(room) == Leave(ANN, "ann")
 
 
 async def test_who_does_not_iterate_gets_a_gap_in_place_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

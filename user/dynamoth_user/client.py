@@ -236,7 +236,9 @@ class Client:
         Args:
             channel: its name.
             handler: called with each :class:`Item` and :class:`Gap`, one after the other. None: iterate over the
-                subscription. If it raises, that is logged, and the next item follows.
+                subscription. If it raises, that is logged and goes to ``on_error``, and the next item follows. The item
+                is not acknowledged by itself, only with the next one that is handled: if the application ends before,
+                the item comes again.
             since: where to begin, if the channel has a log. None: behind what was handled, as the storage knows it;
                 without that, from now on. ``"new"``: from now on.
             stored: let the brokers keep the position, for this session and the user of the token: a process that has
@@ -369,11 +371,12 @@ class Client:
             if not self._full and self._engine is not None:
                 self._engine.resume()
 
-    def note_handled(self, interest: Interest, position: Position) -> None:
-        """Acknowledge and save a position. For subscriptions only."""
+    def note_handled(self, subscription: Subscription, position: Position) -> None:
+        """Acknowledge and save a position, unless the subscription has ended. For subscriptions only."""
         assert self._engine is not None
         assert self._saver is not None
-        if interest.id in self._subscriptions:
+        interest = subscription.interest
+        if self._subscriptions.get(interest.id) is subscription:  # and not its successor
             self._saver.set_position(interest.id, position)
             self._engine.handle(Handled(interest, position))
 

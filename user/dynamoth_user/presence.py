@@ -32,8 +32,9 @@ class Presence:
     """Who is present on a channel, made by ``Client.presence``. ``members`` is current, whether one iterates or not.
 
     It iterates over :class:`Join`, :class:`Leave` and :class:`Gap`, for one task at a time. After a gap it asks for the
-    members again by itself; the joins and leaves that make up the difference follow the gap. Iteration ends when it or
-    the client is closed; when a broker has ended either, it raises ``ClientFailed`` or ``RefusedError``.
+    members again by itself; the joins and leaves that make up the difference follow the gap, unless there are, or were,
+    more than 10,000 members: nobody knows the difference then. Iteration ends when it or the client is closed; when a
+    broker has ended either, it raises ``ClientFailed`` or ``RefusedError``.
 
     ``async with presence:`` ends it at its end.
     """
@@ -79,7 +80,9 @@ class Presence:
         return self
 
     async def __anext__(self) -> Join | Leave | Gap:
-        """Return the next change."""
+        """Return the next change. Raises RuntimeError where another task waits for it."""
+        if self._waiter is not None:
+            raise RuntimeError("another task waits for the next change of this presence")
         while not self._changes:
             if self._is_ended:
                 if self._error is not None:
@@ -95,12 +98,14 @@ class Presence:
     # What the client reports.
 
     def on_listed(self, action: MembersListed) -> None:
-        """Begin with these members; where others were known, note the difference."""
-        before, self._members = self._members, dict(action.members)
-        self._count = action.count
+        """Begin with these members; where all others were known, note the difference."""
+        before, was_complete = self._members, self._is_complete
+        self._members, self._count = dict(action.members), action.count
         if not self.ready.done():
             self.ready.set_result(None)
             return
+        if not (was_complete and self._is_complete):
+            return  # Who is in one part of the members and not in the other one may be present all the time.
         for member in before.keys() - self._members.keys():
             self._put(Leave(member, before[member]))
         for member in self._members.keys() - before.keys():
@@ -133,6 +138,11 @@ class Presence:
             self.ready.set_exception(error or ClientFailed(NORMAL, "closed by the application"))
             self.ready.exception()  # else it is logged where nobody waits
         self._wake()
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether each member is listed."""
+        return self._count == len(self._members)
 
     def _put(self, change: Join | Leave | Gap) -> None:
         if self._is_ended:

@@ -28,7 +28,11 @@ NORMAL = 1000
 """Close code of a regular end."""
 
 Handler = Callable[[Item | Gap], Awaitable[object] | object]
-"""Called with each item and gap of a subscription, one after the other; it may be asynchronous."""
+"""Called with each item and gap of a subscription, one after the other; it may be asynchronous.
+
+An item counts as handled when the call has ended without an error. Where it raises, the position stays before that item
+until a later one is handled.
+"""
 
 Since = Position | Literal["new"] | None
 """Where a subscription begins. None: behind what was handled, as the storage knows it; without that, from now on."""
@@ -43,8 +47,8 @@ class SubscriptionOwner(Protocol):
         """Note whether the queue of a subscription is full."""
         ...
 
-    def note_handled(self, interest: Interest, position: Position) -> None:
-        """Note what the application has handled."""
+    def note_handled(self, subscription: Subscription, position: Position) -> None:
+        """Note what the application has handled of a subscription."""
         ...
 
     def report_error(self, error: Exception) -> None:
@@ -147,6 +151,7 @@ class Subscription:
         if error is None:
             self._items.clear()
             self._bytes = 0
+            self._taken = self._taken_by = None
             if self._task is not None and self._task is not asyncio.current_task():
                 self._task.cancel()
         self._set_full(False)
@@ -194,7 +199,7 @@ class Subscription:
     def _mark_taken(self) -> None:
         item, self._taken, self._taken_by = self._taken, None, None
         if item is not None and item.position is not None:
-            self._owner.note_handled(self.interest, item.position)
+            self._owner.note_handled(self, item.position)
 
     async def _serve(self, handler: Handler) -> None:
         while (item := await self._next()) is not None:

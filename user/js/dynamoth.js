@@ -1566,15 +1566,18 @@ export class Presence {
 
     #begin(members, count) {
         const before = this.members;
+        const was_complete = this.count === before.size;
         const difference = (type, these, those) => {
             const only_these = [...these].filter(([member]) => !those.has(member));
             return only_these.map(([member, user]) => ({ type, user, member }));
         };
         this.members = members;
         this.count = count;
-        if (this.#is_listed) return [...difference("leave", before, members), ...difference("join", members, before)];
+        // Who is in one part of the members, and not in the other one, may be present all the time.
+        const is_known = this.#is_listed && was_complete && count === members.size;
         this.#is_listed = true;
-        return [{ type: "list" }];
+        if (!is_known) return [{ type: "list" }];
+        return [...difference("leave", before, members), ...difference("join", members, before)];
     }
 }
 
@@ -1701,7 +1704,8 @@ export class Dynamoth extends EventTarget {
      * @param {string} channel
      * @param {(change: {type: "list"} | {type: "join" | "leave", user: string, member: string} | {type: "gap"} & Gap,
      *     presence: Presence) => void} onChange called with `list` once `members` is known, then with each change. The
-     *     joins and leaves that make the difference follow a `gap`
+     *     joins and leaves that make the difference follow a `gap`; where there are more members than a list has
+     *     (10,000), `list` follows it
      * @param {object} [options]
      * @param {(error: DynamothError, presence: Presence) => void} [options.onError] as with `subscribe`
      * @returns {Presence}

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from dynamoth.edge.interests import Interest
-from dynamoth.edge.log import FENCED, TTL_S, Appended, LogOptions, append_command, log_server, parse_appended
+from dynamoth.edge.log import (
+    FENCED,
+    SERVERS_KEY,
+    TTL_S,
+    Appended,
+    LogOptions,
+    append_command,
+    log_server,
+    parse_appended,
+    servers_value,
+)
 from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_client.redis_py.pools import Pool
@@ -27,6 +38,10 @@ RETAINED_MIN = LogOptions().retained_min
 EPOCH_BITS = 64
 
 NO_RUN_ID = "it does not say which process it is: the user needs the right to INFO"
+NOT_COMPARED = "it has not said yet which log servers the brokers have"
+NO_REPLY = "no reply has come in time"
+
+_log = logging.getLogger("dynamoth_client")
 
 
 class LogError(DynamothError):
@@ -54,8 +69,10 @@ class _Server:
 
     id: str
     link: Link | None = None
-    #: Of the connection that is up; None while there is none.
+    #: Of the connection that is up and whose list of log servers was read; None while there is none.
     run_id: str | None = None
+    #: The ids that the brokers have, where those are others than ours.
+    others: str | None = None
     fault: str = "it was not reached yet"
     #: Set while it is up.
     is_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,6 +115,7 @@ class LogWriter:
         self._options = options
         self._servers: dict[str, _Server] = {}
         self._is_closed = False
+        self._has_warned = False
 
     def open(self, pool: Pool) -> None:
         """Begin to connect; the options of the links are those of ``pool`` where none were given."""
@@ -156,12 +174,18 @@ class LogWriter:
             raise _unavailable(server, server.fault) from None
 
     async def _wait_up(self, server: _Server, *, is_sent: bool) -> str:
-        """Return the run id of the connection, once there is one."""
+        """Return the run id of the connection, once there is one to a server that has the same list as we."""
+        if server.others is not None and server.run_id is not None:
+            self._compare(server, server.run_id)  # The brokers may have been corrected in the meantime.
         while server.run_id is None:
             if self._is_closed:
                 raise _unknown(server) if is_sent else _unavailable(server, server.fault)
             await server.is_up.wait()
-        return server.run_id
+        if server.others is None:
+            return server.run_id
+        if is_sent:
+            raise _unknown(server)
+        raise ConfigError(server.fault)
 
     def _send(self, server: _Server, command: tuple[CommandPart, ...]) -> asyncio.Future[Any] | None:
         """Send a command; return what will be its reply, None if the connection is lost. None: it was not sent."""
@@ -179,15 +203,53 @@ class LogWriter:
         if run_id is None and not self._log_options.durable:
             server.fault = NO_RUN_ID
             return
-        server.run_id = run_id or ""
+        self._compare(server, run_id or "")
+
+    def _compare(self, server: _Server, run_id: str) -> None:
+        """Ask which log servers the brokers have; nothing is appended before the answer."""
+        assert server.link is not None, "an open publisher has links"
+        server.run_id, server.others, server.fault = None, None, NOT_COMPARED
+        server.is_up.clear()
+        server.link.send((b"GET", SERVERS_KEY), lambda reply: self._on_list(server, run_id, reply))
+
+    def _on_list(self, server: _Server, run_id: str, reply: Any) -> None:
+        if self._is_closed:
+            return
+        server.fault = NO_REPLY
+        ours = servers_value(self._ids)
+        if isinstance(reply, ErrorReply):
+            self._warn(server, reply)
+        elif reply is not None and reply != ours:
+            theirs = reply if isinstance(reply, bytes) else str(reply).encode()
+            server.others = theirs.decode(errors="replace")
+            server.fault = _difference(server.id, ours.decode(), server.others)
+        server.run_id = run_id
         server.is_up.set()
 
+    def _warn(self, server: _Server, error: ErrorReply) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "log server %s does not say which log servers the brokers have, so nobody checks that they are those "
+                "of this publisher: %s; give its user the right +get",
+                server.id,
+                error,
+            )
+
     def _on_down(self, server: _Server, reason: str) -> None:
-        server.run_id, server.fault = None, reason
+        server.run_id, server.others, server.fault = None, None, reason
         server.is_up.clear()
         for answer in server.answers:
             if not answer.done():
                 answer.set_result(None)
+
+
+def _difference(id_: str, ours: str, theirs: str) -> str:
+    return (
+        f"this publisher has the log servers {ours!r}, and the brokers have {theirs!r}, says log server {id_}: the ids "
+        "decide where a log is, so nobody would read what is published; give the publisher the same ids and URLs as "
+        "`broker.logs`"
+    )
 
 
 def _appended(reply: Any, server: _Server) -> Appended:

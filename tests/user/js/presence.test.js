@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { interestKey } from "../../../user/js/dynamoth.js";
+import { Presence, interestKey } from "../../../user/js/dynamoth.js";
 import { C, Driver, EPOCH, LATER_EPOCH, frames, only } from "./driver.js";
 
 const S = "S1";
@@ -62,6 +62,20 @@ test("after a gap the members are asked for again", () => {
     assert.deepEqual(frames(actions, "members"), [{ type: "members", ref: 3, channel: "room" }]);
     assert.deepEqual(changes(change(driver, 1, 4, "join", "ann")), []);
     assert.deepEqual(changes(list(driver, 1, 3, 3, [], LATER_EPOCH)), ["join ann"]);
+});
+
+test("two parts of the members make no difference: the list is new", () => {
+    const presence = new Presence(null, "room");
+    const begin = (count, ...names) => {
+        const members = names.map((name) => [name, `m-${name}`]);
+        return presence.apply({ type: "members", members, count }).map(({ type, user }) => user ? `${type} ${user}` : type);
+    };
+    assert.deepEqual(begin(3, "ann", "bob"), ["list"]);
+    assert.deepEqual(begin(3, "bob", "eve"), ["list"]);
+    assert.deepEqual([presence.count, [...presence.members.values()]], [3, ["bob", "eve"]]);
+    assert.deepEqual(begin(2, "bob", "eve"), ["list"]);
+    assert.deepEqual(begin(2, "ann", "bob"), ["leave eve", "join ann"]);
+    assert.deepEqual(begin(3, "ann"), ["list"]);
 });
 
 test("a list of another life of the log, and one that cannot be had, are asked for again later", () => {
