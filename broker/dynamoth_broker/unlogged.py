@@ -37,7 +37,7 @@ class Unlogged:
         return [SubscribeChannel(name)]
 
     def end(self, interest: SharedInterest) -> list[BrokerAction]:
-        """End that."""
+        """Stop listening to the plain name of an interest."""
         name = interest.interest.name.encode()
         if not interest.is_logged or self._watched.pop(name, None) is None:
             return []
