@@ -335,8 +335,8 @@ class BrokerOptions(SessionSettings):
     #: Publications that are read from a log at a time, at most. They have at most 128 KiB together, or are one: a log
     #: server executes nothing else meanwhile.
     page_entries: int = 64
-    #: A user who is behind is sent this many bytes in 10 ms: the connection says in that time whether it is full. It may
-    #: be more by one publication, or by ``recent_bytes_max``. This comes on top of ``unsent_bytes_max``.
+    #: A user who is behind is sent this many bytes in 10 ms: the connection says in that time whether it is full. It
+    #: may be more by one publication, or by ``recent_bytes_max``. This comes on top of ``unsent_bytes_max``.
     burst_bytes: int = 262_144
     #: The latest publications of an interest that are kept for users who come back, at most, and their bytes.
     recent_entries_max: int = 128

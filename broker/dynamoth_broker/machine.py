@@ -8,8 +8,8 @@ interest is. All that a user needs to go on elsewhere is at the user, so a broke
 *Parts.* ``Users`` has the connections and their tokens, ``Subscribing`` the subscriptions and the shared interests, and
 ``Delivery`` brings publications to them. ``Publishing`` publishes for users, ``Positions`` stores what they
 acknowledge, ``Presence`` has the members, and ``Moves`` moves users and drains the broker. ``Logs`` speaks to the log
-servers, ``TipChecks`` compares the ends of logs, and ``Control`` speaks to coordinators and operators. The machine hands
-each event to the part that it concerns, and returns the actions.
+servers, ``TipChecks`` compares the ends of logs, and ``Control`` speaks to coordinators and operators. The machine
+hands each event to the part that it concerns, and returns the actions.
 
 *One event.* ``handle`` works in this order:
 
