@@ -217,7 +217,7 @@ class Delivery:
         subscription.is_reading = False
         if subscription.is_ended or subscription.stage is not Stage.CATCHING:
             return []
-        if interest.epoch != epoch:  # a new life of the log began meanwhile: `_begin_epoch` has moved the cursor
+        if interest.epoch != epoch:  # a new epoch began meanwhile: `_begin_epoch` has moved the cursor
             return self._catch_up(subscription, None, now)
         if page is None:
             self._timers.add(now + RETRY_S, self._retry, subscription)
@@ -299,7 +299,12 @@ class Delivery:
     # What comes.
 
     def on_publication(self, interest: SharedInterest, payload: bytes, now: float) -> list[BrokerAction]:
-        """Deliver a message of the interest's channel."""
+        """Deliver a message of the interest's channel.
+
+        Of a logged interest, each publication goes to the LIVE subscriptions once and in the order of the log, whatever
+        order messages come in and however often. Those that are missing are read from the log; what waits for them is
+        kept, up to ``pending_max``. Of a live interest, messages are delivered as they come.
+        """
         if not interest.is_logged:
             interest.tip += 1
             if not interest.live and not interest.is_conflated:
@@ -403,7 +408,7 @@ class Delivery:
         return actions
 
     def _begin_epoch(self, interest: SharedInterest, page: LogPage, now: float) -> list[BrokerAction]:
-        """Begin another life of the log: nobody knows what the former one has lost."""
+        """Begin another epoch: nobody knows what was lost of the former one."""
         self._counters["logs_lost"] += 1
         actions: list[BrokerAction] = []
         position = Position(page.epoch, page.first - 1)

@@ -108,7 +108,7 @@ class Overflowed:
 
 @dataclass(slots=True)
 class Writable:
-    """Event: most of these bytes have been sent."""
+    """Event: the unsent bytes of a connection have fallen below a quarter of their bound."""
 
     connection: ConnectionId
 
@@ -332,9 +332,11 @@ class BrokerOptions(SessionSettings):
     alternates: tuple[str, ...] = ()
     #: A user waits this long for the server of a log.
     log_wait_s: float = 5.0
-    #: Publications that are read from a log at a time.
+    #: Publications that are read from a log at a time, at most. They have at most 128 KiB together, or are one: a log
+    #: server executes nothing else meanwhile.
     page_entries: int = 64
-    #: A user who is behind is sent about so many bytes at a time: it may turn out then that the connection is full.
+    #: A user who is behind is sent this many bytes in 10 ms: the connection says in that time whether it is full. It
+    #: may be more by one publication, or by ``recent_bytes_max``. This comes on top of ``unsent_bytes_max``.
     burst_bytes: int = 262_144
     #: The latest publications of an interest that are kept for users who come back, at most, and their bytes.
     recent_entries_max: int = 128
@@ -347,11 +349,12 @@ class BrokerOptions(SessionSettings):
     ack_s: float = 1.0
     #: Acknowledged positions that wait for a log server, at most; with more, what they cover may come again.
     unsaved_positions_max: int = 100_000
-    #: A connection that reads nothing for this time is closed.
+    #: A user who is behind for this time without a break is disconnected at the next ping: up to ``ping_s`` later.
     slow_s_max: float = 60.0
     #: A user who was asked to move has this time.
     move_timeout_s: float = 15.0
     #: Users who are asked to move at once spread over this time.
     move_spread_s: float = 0.5
-    #: A user who has left is disconnected after this time, if the user's own end does not do so.
+    #: A user who has said ``leave`` is disconnected after this time, whether ``bye`` was sent or not, if the user's own
+    #: end has not done so.
     grace_s: float = 10.0

@@ -1,4 +1,4 @@
-"""What the users of a broker have subscribed to, each once, however many users there are (BAD, section 2).
+"""The interests of a broker. Each is subscribed to once, and shared by all its users (BAD, section 2).
 
 Theory of operation
 -------------------
@@ -82,7 +82,7 @@ class SharedInterest:
         #: Whether a user who falls behind gets the latest publication in place of a gap; and that one.
         self.is_conflated = is_conflated and not is_logged
         self.latest: Data | None = None
-        #: The life of the log, and the last offset that went to the LIVE subscriptions. Without a log, ``tip`` is how
+        #: The epoch of the log, and the last offset that went to the LIVE subscriptions. Without a log, ``tip`` is how
         #: many publications have come.
         self.epoch = 0
         self.tip = 0
@@ -160,7 +160,7 @@ class SharedInterest:
         return list(self.recent)[len(self.recent) - missing :]
 
     def begin_epoch(self, epoch: int, tip: int) -> None:
-        """Begin another life of the log; frames of the former one are forgotten before."""
+        """Begin another epoch; frames of the former one are forgotten before."""
         assert not self.recent, f"{self.id} has frames of the former life of its log"
         self.epoch = epoch
         self.tip = tip

@@ -44,7 +44,7 @@ OnReply = Callable[[Any, float], Sequence[BrokerAction]]
 """Gets the reply to a command, None if it may not have come to the server, and the time."""
 
 OnAppended = Callable[[Appended | str, float], Sequence[BrokerAction]]
-"""Gets the place of what was appended, or why it was not, and the time."""
+"""Gets the position of what was appended, or why it was not, and the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,12 @@ class Logs:
         return self._send(id_, [read])
 
     def append(self, interest_id: str, payload: bytes, on_appended: OnAppended, now: float) -> list[BrokerAction]:
-        """Append a publication to a log."""
+        """Append a publication to a log; ``on_appended`` gets the outcome.
+
+        Without a connection it fails at once. Without a reply there is no outcome and no time bound: who appends waits
+        until the server answers or the connection is lost. After a loss the outcome is ``"unknown"``, and the append is
+        not repeated, as it may be stored.
+        """
         id_ = self.server_of(interest_id)
         server = self._servers[id_]
         if server.run_id is None:

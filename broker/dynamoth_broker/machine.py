@@ -5,7 +5,20 @@ Theory of operation
 A user's connection is opened by ``Opened``, with its subscriptions; ``Delivery`` brings each of them to where its
 interest is. All that a user needs to go on elsewhere is at the user, so a broker hands nothing to another one.
 
-*Moves.* See ``Moves``.
+*Parts.* ``Users`` has the connections and their tokens, ``Subscribing`` the subscriptions and the shared interests, and
+``Delivery`` brings publications to them. ``Publishing`` publishes for users, ``Positions`` stores what they
+acknowledge, ``Presence`` has the members, and ``Moves`` moves users and drains the broker. ``Logs`` speaks to the log
+servers, ``TipChecks`` compares the ends of logs, and ``Control`` speaks to coordinators and operators. The machine
+hands each event to the part that it concerns, and returns the actions.
+
+*One event.* ``handle`` works in this order:
+
+1. Handle the event.
+2. Account for the subscriptions that were answered meanwhile: the members among them enter, users who have all answers
+   get ``moved_in``.
+3. Close the connections of users who have lost a confirmed subscription: they connect again.
+4. Send the changes of presence that have gathered, so that one command has all those of an event.
+5. Say that the broker has stopped, once it is to stop and all positions are stored.
 
 *Slow users.* Nobody waits for a connection. One that is full falls behind, by itself: see ``Delivery``.
 """

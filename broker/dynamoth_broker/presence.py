@@ -16,10 +16,12 @@ What happens to a session decides what becomes of its member:
 * It *unsubscribes*, or closes the connection with 1000: it leaves at once.
 * It is *lost* (no answer, too slow, a token that has expired or does not allow everything any more, a page that was
   closed): it is released. It leaves after the time of grace, unless a broker has it again until then.
-* It says ``leave``: the new broker has it, or will have it with its next refresh. Its lease goes on so long.
+* It says ``leave``: the new broker has it, or will have it with its next refresh. Its lease keeps running
+  until then.
 * A *move to this broker has failed* (4006): its lease goes on, too, and the broker that it has not left takes it over.
 * The broker is *drained*: its users move, as above. Those who have not moved when it *stops* connect elsewhere: nothing
-  is sent, as their leases outlast that. So it is for a broker that dies: who does not come back leaves with the lease.
+  is sent, as their leases outlast that. The same holds when a broker dies: members who do not reconnect leave when
+  their lease ends.
 * A *newer connection* of the session comes to this broker: the older one is released, and the newer one enters then.
 """
 

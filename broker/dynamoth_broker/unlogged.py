@@ -36,7 +36,7 @@ class Unlogged:
         return [SubscribeChannel(name)]
 
     def end(self, interest: SharedInterest) -> list[BrokerAction]:
-        """End that."""
+        """Stop listening to the plain name of an interest."""
         name = _name_of(interest)
         if name is None or self._watched.pop(name, None) is None:
             return []

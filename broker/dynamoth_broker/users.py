@@ -175,7 +175,10 @@ class Users:
         return []
 
     def _watch_expiry(self, session: Session, now: float) -> None:
-        """Set a timer if the token expires before the next ping: a timer keeps a session in memory."""
+        """Close the connection when its token expires.
+
+        Timers cannot be cancelled and hold the session, so set one only when the token expires before the next ping.
+        """
         expires_at = session.grant.expires_at
         if expires_at is not None and expires_at <= now + self._options.ping_s + self._keep_alive_s:
             self._timers.add(expires_at, self._expire, session)

@@ -205,7 +205,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A publication was accepted; ``position`` is its place if its interest is logged."""
+    """A publication was accepted; ``position`` is where it is in the log, if its interest is logged."""
 
     type: ClassVar = "published"
     ref: int
@@ -411,7 +411,7 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 
 def read_position(wire: Mapping[str, Any]) -> Position:
-    """Read the place of a logged publication. Raises MalformedMessage."""
+    """Read the position of a logged publication. Raises MalformedMessage."""
     return Position(int(_read_epoch_text(wire.get("epoch")), 16), _exact(wire.get("offset")))
 
 

@@ -1,9 +1,8 @@
 """What an end user can subscribe to, and the names that brokers give it.
 
 An *interest* is a channel of the application, a standing query with parameters, or the presence of a channel: who joins
-it and leaves it. Two subscriptions are to the same
-interest exactly when kind, name and parameters mean the same: ``1`` and ``1.0`` do, ``"1"`` does not (BAD, section 2:
-brokers share identical subscriptions).
+it and leaves it. Two subscriptions are to the same interest exactly when kind, name and parameters mean the same: ``1``
+and ``1.0`` do, ``"1"`` does not (BAD, section 2: brokers share identical subscriptions).
 """
 
 from __future__ import annotations

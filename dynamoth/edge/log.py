@@ -130,7 +130,7 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """The place that an append was given; ``is_new`` is False where the execution was appended before.
+    """The position that an append was given; ``is_new`` is False where the execution was appended before.
 
     Of an execution before the last one only the log's end is known: ``is_exact`` is False then.
     """

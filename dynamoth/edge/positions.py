@@ -5,11 +5,10 @@ Theory of operation
 A stored position says up to where a user's application has handled an interest. It is beside the log, so a script sees
 both at once:
 
-* It only moves forward within one life of the log. Acknowledgements of one session may come from several brokers, in
-  any order.
-* A position of another life of the log than the present one is ignored, and so is one that the log has not reached: a
-  user who begins there would miss what is published meanwhile.
-* A position of the present life replaces one of a former life.
+* It only moves forward within one epoch. Acknowledgements of one session may come from several brokers, in any order.
+* A position of another epoch than the present one is ignored, and so is one that the log has not reached: a user who
+  begins there would miss what is published meanwhile.
+* A position of the present epoch replaces one of a former epoch.
 
 Where nothing is stored, looking for the position stores the end of the log. So a user who dies before its first
 acknowledgement loses nothing.
@@ -175,7 +174,7 @@ def _store(words: Sequence[bytes], execute: Callable[..., Any]) -> int:
 
 
 def may_be_stored(run: bytes, epoch: bytes, offset: int, meta: Sequence[bytes | None]) -> bool:
-    """Tell whether a position is one of the present life of a log, and not ahead of it."""
+    """Tell whether a position is one of the present epoch of a log, and not ahead of its end."""
     present_run, present_epoch, tip = meta
     return present_epoch == epoch and (not run or present_run == run) and offset <= int(tip or 0)
 

@@ -17,8 +17,8 @@ the broker of the newer connection has failed to renew it: then one with an olde
 *Release.* A broker that does not know whether a session is over releases the member: the generation becomes 0, and the
 lease a short one. Any broker that serves the session takes the member over, and nobody notices; else the lease ends.
 
-*Fence.* A member that has left for good is remembered for a while with its generation. A broker that still takes a dead
-connection of this session for alive cannot bring it back.
+*Fence.* A member that has left for good is remembered for a while with its generation. This keeps a broker that has not
+noticed a dead connection from re-adding the member.
 
 The scripts' effects are written here in Python, too (``evaluate``), for models of Redis; a test holds both to the same.
 """

@@ -11,7 +11,7 @@ EPOCH_BITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a log: the publication ``offset`` of the life ``epoch`` of the log. Offset 0: before the first."""
+    """A position in a log: the publication ``offset`` of the epoch ``epoch``. Offset 0: before the first."""
 
     epoch: int
     offset: int
@@ -19,7 +19,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class LoggedPublication:
-    """One publication with its place in the log."""
+    """One publication with its position in the log."""
 
     epoch: int
     offset: int

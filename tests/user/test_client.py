@@ -286,8 +286,11 @@ async def test_an_item_whose_handler_raises_is_not_handled_by_itself() -> None:
     def handle(_: Item | Gap) -> None:
         raise ZeroDivisionError
 
+    def note(_: Exception) -> None:
+        failed.set()
+
     async with scripted_broker() as broker:
-        async with client_of(broker, session="me", on_error=lambda _: failed.set()) as client:
+        async with client_of(broker, session="me", on_error=note) as client:
             async with doing(client.subscribe("news", handle, stored=True)):
                 peer = await broker.peer()
                 await peer.welcome()

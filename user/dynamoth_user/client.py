@@ -283,7 +283,7 @@ class Client:
         return presence
 
     async def publish(self, channel: str, payload: bytes | str) -> Position | None:
-        """Publish on a channel; return its place if the channel has a log.
+        """Publish on a channel; return the position if the channel has a log.
 
         Waits for a broker, and for its answer. If it is cancelled, the message may be published or not. While 1,000
         publications or 4 MiB of payloads have no answer, further calls wait for their turn, in order.

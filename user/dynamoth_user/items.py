@@ -14,7 +14,7 @@ class Item:
 
     interest: Interest
     data: bytes
-    #: Its place in the log; None for a channel without a log.
+    #: Its position in the log; None for a channel without a log.
     position: Position | None = None
 
     @property

@@ -395,7 +395,7 @@ class UserMachine:
             return self._on_live_data(connection, subscription, frame)
         epoch, received = connection.confirmed[frame.s], subscription.received
         if received is None or epoch != received.epoch or frame.o <= received.offset:
-            return []  # another life of the log, or a copy
+            return []  # another epoch, or a copy
         if frame.o == received.offset + 1:
             position = Position(received.epoch, frame.o)
             subscription.received = position
@@ -455,7 +455,7 @@ class UserMachine:
             self._timers.add(now + self._ack_s, self._acknowledge)
 
     def _acknowledge(self, now: float) -> list[UserAction]:
-        """Say what was handled of stored subscriptions, if the serving broker was not told yet."""
+        """Say what was handled of stored subscriptions, unless the serving broker already has it."""
         self._ack_due = False
         stored = [each for each in self.subscriptions.values() if each.is_stored]
         if stored and self._connections.of_role(Role.CANDIDATE) is not None:

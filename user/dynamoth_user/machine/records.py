@@ -48,7 +48,7 @@ class Connection:
     has_said_bye: bool = False
     #: The subscriptions that it was asked for, by the number in ``ref``.
     asked: dict[int, Interest] = field(default_factory=dict[int, Interest])
-    #: Confirmed subscriptions: the life of the log by interest id; None for a live one.
+    #: Confirmed subscriptions: the epoch by interest id; None for a live one.
     confirmed: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
     #: The time that its last error asked for.
     retry_after_s: float = 0.0
