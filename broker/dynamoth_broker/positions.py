@@ -144,6 +144,9 @@ class Positions:
             if subscription is None or subscription.position_key is None or not is_known(subscription, position):
                 self._counters["acks_ignored"] += 1
                 continue
+            known = subscription.acknowledged
+            if known is not None and known.epoch == position.epoch and known.offset > position.offset:
+                continue  # they came in another order
             subscription.acknowledged = position
             self._add(subscription.interest.id, subscription.position_key, position)
             self._flush_later(now)

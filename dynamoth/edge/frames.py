@@ -412,7 +412,8 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 def read_position(wire: Mapping[str, Any]) -> Position:
     """Read the position of a logged publication. Raises MalformedMessage."""
-    return Position(int(_read_epoch_text(wire.get("epoch")), 16), _exact(wire.get("offset")))
+    offset = read_natural(wire.get("offset"), EXACT_MAX - 1)  # another one follows it
+    return Position(int(_read_epoch_text(wire.get("epoch")), 16), offset)
 
 
 def _position_if_any(wire: Mapping[str, Any]) -> Position | None:

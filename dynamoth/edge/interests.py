@@ -36,6 +36,9 @@ PARAMS_BYTES_MAX = 4096
 LOG_CHANNEL_PREFIX = b"q:"
 """Prefix of the channels on which logged interests are published: one ACL pattern covers them."""
 
+_OF_SERVERS = LOG_CHANNEL_PREFIX, b"__keyspace@", b"__keyevent@"
+"""How the names of channels begin that logs, or Redis itself, publish on."""
+
 EXACT_INTEGER_MAX = 2**53
 """Above this, a number of JSON is not exact in every language."""
 
@@ -67,9 +70,9 @@ class Interest:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the name of a channel is one of Dynamoth's own, or of those of the logs: for no end user."""
+        """Whether the name of a channel is one of Dynamoth's own, of the logs, or of Redis: for no end user."""
         name = self.name.encode()
-        return name.startswith(RESERVED_PREFIX) or (self.kind != "query" and name.startswith(LOG_CHANNEL_PREFIX))
+        return name.startswith(RESERVED_PREFIX) or (self.kind != "query" and name.startswith(_OF_SERVERS))
 
     @property
     def log_channel(self) -> bytes:

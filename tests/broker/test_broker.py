@@ -184,6 +184,10 @@ def test_of_two_connections_of_a_session_the_newer_one_stays(cluster: LocalClust
         (lambda: token(exp=time.time() - 60), 4002),
         (lambda: token(sub=None), 4001),
         (lambda: token(channels="*"), 4001),
+        (lambda: token(channels=["\ud800"]), 4001),
+        (lambda: token(sub="\ud800"), 4001),
+        (lambda: token(sub="a" * 257), 4001),
+        (lambda: token(exp=10**400), 4001),
     ],
     ids=[
         "none",
@@ -195,6 +199,10 @@ def test_of_two_connections_of_a_session_the_newer_one_stays(cluster: LocalClust
         "expired",
         "no subject",
         "no list",
+        "half a character in a pattern",
+        "half a character in the subject",
+        "a long subject",
+        "the end of time",
     ],
 )
 def test_tokens_that_are_not_valid(

@@ -182,7 +182,7 @@ def test_threads_publish_alike(cluster: LocalCluster, log: EmbeddedRedis) -> Non
             offsets = [publisher.publish("log1", f"m{number}").offset for number in range(count)]
             assert offsets == list(range(1, count + 1))
             assert publisher.publish_result("near", {"km": 1}, b"[]").offset == 1
-            with pytest.raises(ValueError, match="from 1"):
+            with pytest.raises(ValueError, match="numbered 1, 2, 3"):
                 publisher.publish("log1", "m", execution=0)
         publisher.close()
         with pytest.raises(RuntimeError, match="not open"):
@@ -363,8 +363,15 @@ def test_what_cannot_be_used_is_refused() -> None:
         async with publisher:
             with pytest.raises(MalformedMessage):
                 await publisher.publish("", "m")
-            with pytest.raises(ValueError, match="from 1"):
-                await publisher.publish("log1", "m", execution=0)
+            for execution in (0, True, 1.5, 2**53):
+                with pytest.raises(ValueError, match="numbered 1, 2, 3"):
+                    await publisher.publish("log1", "m", execution=execution)  # type: ignore[arg-type]
+            for term in (-1, 1.5, 2**53):
+                with pytest.raises(ValueError, match="a term is a number"):
+                    await publisher.publish("log1", "m", term=term)  # type: ignore[arg-type]
+            for name in ("q:x", "__dynamoth__:x", "__keyspace@0__:x"):
+                with pytest.raises(ValueError, match="reserved"):
+                    await publisher.publish(name, "m")
         with pytest.raises(RuntimeError, match="opened once"):
             await publisher.__aenter__()
         await client.aclose()

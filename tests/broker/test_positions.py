@@ -180,6 +180,13 @@ def test_acknowledgements_are_stored_together_the_latest_of_each() -> None:
     assert broker.broker.counters["acks_ignored"] == 0
 
 
+def test_of_acknowledgements_in_another_order_the_farthest_is_stored() -> None:
+    broker = subscribed()
+    for offset in (4, 3):
+        ack(broker, offset)
+    assert stored_in(broker.pass_time(1.0)) == [(KEY.decode(), EPOCH, 4)]
+
+
 def test_an_acknowledgement_that_says_nothing_true_is_ignored() -> None:
     broker = subscribed(at=2, tip=5)
     ack(broker, 6)  # ahead of the log

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamoth.edge.frames import Ack, Connect, Subscribe, SubscriptionRequest, read_user_frame, to_wire
+from dynamoth.edge.frames import EXACT_MAX, Ack, Connect, Subscribe, SubscriptionRequest, read_user_frame, to_wire
 from dynamoth.edge.interests import channel_interest, presence_interest, query_interest
 from dynamoth.edge.publications import Position
 from dynamoth.errors import MalformedMessage
@@ -76,3 +76,22 @@ def test_no_position_of_a_presence_is_stored(fields: dict[str, Any]) -> None:
 def test_an_acknowledgement_of_something_else_is_malformed(p: Any) -> None:
     with pytest.raises(MalformedMessage):
         read_user_frame({"type": "ack", "p": p})
+
+
+def test_a_position_leaves_room_for_the_publication_that_follows() -> None:
+    wire: dict[str, Any] = {
+        "type": "subscribe",
+        "ref": 1,
+        "channel": "news",
+        "since": {"epoch": "0" * 16, "offset": EXACT_MAX - 1},
+    }
+    read_user_frame(wire)
+    wire["since"] = {"epoch": "0" * 16, "offset": EXACT_MAX}
+    with pytest.raises(MalformedMessage):
+        read_user_frame(wire)
+
+
+@pytest.mark.parametrize("name", ["q:x", "__dynamoth__:x", "__keyspace@0__:x", "__keyevent@0__:set"])
+def test_names_on_which_servers_publish_are_reserved(name: str) -> None:
+    assert channel_interest(name).is_reserved
+    assert not channel_interest(f"x{name}").is_reserved

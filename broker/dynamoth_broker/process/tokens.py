@@ -46,6 +46,9 @@ SECRET_BYTES_MIN = 32
 """A shorter shared secret can be guessed."""
 
 KEY_FILE_BYTES_MAX = 1_000_000
+SUBJECT_BYTES_MAX = 256
+"""Longest name of a user: others see it in presences, and it is in keys and reports."""
+
 PATTERNS_MAX = 1000
 LOOK_S = 1.0
 """The file is looked at this often, at most, and only when a token comes."""
@@ -194,7 +197,12 @@ class Tokens:
         user = claims["sub"]
         if not user:
             raise TokenRefused("claims", "the claim 'sub' is empty")
-        expires_at = self._now() + float(claims["exp"]) + LEEWAY_S - time.time()
+        if not _is_unicode(user) or len(user.encode()) > SUBJECT_BYTES_MAX:
+            raise TokenRefused("claims", f"the claim 'sub' is text of at most {SUBJECT_BYTES_MAX} bytes")
+        try:
+            expires_at = self._now() + float(claims["exp"]) + LEEWAY_S - time.time()
+        except OverflowError:
+            raise TokenRefused("claims", "the claim 'exp' is no time") from None
         bound: dict[str, dict[str, Scalar]] = {}
         params = claims.get("params", {})
         if not isinstance(params, dict):
@@ -296,6 +304,11 @@ def _patterns(claims: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if not isinstance(patterns, list) or len(patterns) > PATTERNS_MAX:  # pyright: ignore[reportUnknownArgumentType]
         raise TokenRefused("claims", f"the claim {name!r} is a list of at most {PATTERNS_MAX} patterns")
     found: list[Any] = [*patterns]
-    if not all(isinstance(pattern, str) for pattern in found):
+    if not all(isinstance(pattern, str) and _is_unicode(pattern) for pattern in found):
         raise TokenRefused("claims", f"the claim {name!r} is a list of patterns")
     return tuple(found)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text of JSON can be encoded: it may have half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from dynamoth.edge.frames import EXACT_MAX
 from dynamoth.edge.interests import Interest
 from dynamoth.edge.log import (
     FENCED,
@@ -146,8 +147,14 @@ class LogWriter:
         """Append; with an execution, again and again until the time is over."""
         if not self._servers:
             raise RuntimeError("the publisher is not open: use it in a `with` block")
-        if execution is not None and execution < 1:
-            raise ValueError("executions are numbered from 1")
+        if execution is not None and (type(execution) is not int or not 1 <= execution <= EXACT_MAX):
+            raise ValueError(f"executions are numbered 1, 2, 3 ..., not {execution!r}")
+        if type(term) is not int or not 0 <= term <= EXACT_MAX:
+            raise ValueError(
+                f"a term is a number from 0 to 2^53 - 1, not {term!r}: Redis cannot tell larger ones apart"
+            )
+        if interest.is_reserved:
+            raise ValueError(f"{interest.name!r} is a reserved name: no user gets what is published there")
         server = self._servers[log_server(interest.id, self._ids)]
         is_sent = False
         try:
