@@ -306,6 +306,11 @@ def generations_are_ignored() -> AbstractContextManager[None]:
     return replaced(Users, _why_not_admitted=admit)
 
 
+def logs_elsewhere_are_not_missed() -> AbstractContextManager[None]:
+    """A broker says nothing to who had a log of the channel elsewhere."""
+    return _without_gaps(delivery.NOT_LOGGED, "begin")
+
+
 def tickets_are_ignored() -> AbstractContextManager[None]:
     """A busy broker takes nobody."""
     return replaced(Control, is_ticket=returning(False))
@@ -407,6 +412,7 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-zombie-writer", executions_are_not_numbered, "expected"),
     Check("edge-broker-dies-publishing", published_before_appended, "G1"),
     Check("edge-late-connect", generations_are_ignored, "B1"),
+    Check("edge-broker-without-the-log", logs_elsewhere_are_not_missed, "expected"),
     Check("edge-busy-broker", tickets_are_ignored, "expected"),
     Check("edge-busy-broker", everybody_is_taken, "expected"),
     Check("edge-silent-connection", pongs_are_not_awaited, "expected"),

@@ -248,6 +248,24 @@ def drained(stage: EdgeStage) -> None:
     stage.publish_logged(logged)
 
 
+def broker_without_the_log(stage: EdgeStage) -> None:
+    """b2 does not know that the channel is logged. U moves there and gets a gap; at b3 it gets everything."""
+    logged = stage.edge.logged[0]
+    broker = stage.broker("b2")
+    broker.crash()
+    broker.options = replace(broker.options, history=())
+    stage.start(broker)
+    user = stage.user("U", logged)
+    stage.publish_logged(logged)
+    stage.move_user(user, "b2")
+    stage.run(AT_ONCE_S)
+    stage.expect_user_gaps(1, logged)
+    stage.publish_logged(logged)
+    stage.move_user(user, "b3")
+    stage.run(AT_ONCE_S)
+    stage.expect_received(user, logged, 2)
+
+
 def busy_broker(stage: EdgeStage) -> None:
     """b2 has as much traffic as it takes: a newcomer, W, is sent elsewhere; U, who is asked to move there, is taken."""
     logged, live = stage.edge.logged[0], stage.edge.live[0]
@@ -271,6 +289,7 @@ def busy_broker(stage: EdgeStage) -> None:
 
 MOVING: dict[str, EdgeScenario] = {
     "edge-both-brokers-deliver": EdgeScenario(both_brokers_deliver),
+    "edge-broker-without-the-log": EdgeScenario(broker_without_the_log, losses_allowed=True),
     "edge-busy-broker": EdgeScenario(busy_broker, edge=BUSY),
     "edge-channel-moves-first": EdgeScenario(channel_moves_first, edge=PATIENT),
     "edge-drained": EdgeScenario(drained),
