@@ -76,7 +76,7 @@ def run_order(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     return 0
 
 
