@@ -24,7 +24,7 @@ from dynamoth.edge.log import LogPage
 from dynamoth.edge.publications import Position, unpack_publication
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.timers import Timers
-from dynamoth_broker.events import Broadcast, BrokerAction, BrokerOptions, Transmit
+from dynamoth_broker.events import Broadcast, BrokerAction, BrokerOptions, Noted, Transmit
 from dynamoth_broker.interests import FRAME_BYTES, Phase, SharedInterest
 from dynamoth_broker.logs import Logs
 from dynamoth_broker.recents import Recents
@@ -446,4 +446,5 @@ class Delivery:
             subscription.cursor = UNKNOWN
         if not interest.live:
             return []
-        return [Broadcast(interest.live_connections, Gap(interest.id, reason, count=count))]
+        noted = Noted("publications of a live channel are missing: its users get a gap", reason, is_warning=True)
+        return [noted, Broadcast(interest.live_connections, Gap(interest.id, reason, count=count))]
