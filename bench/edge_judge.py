@@ -74,7 +74,7 @@ class Judge:
         #: (channel, publisher, number) to when the publisher had its answer.
         self._answered: dict[tuple[str, str, str], float] = {}
         self._begun: dict[tuple[str, str, str], float] = {}
-        #: (channel, epoch, offset) to what is there.
+        #: The publication at each channel, epoch and offset.
         self._content: dict[tuple[str, str, int], tuple[str, str]] = {}
         self._places: dict[tuple[str, str, str], tuple[str, int]] = {}
         #: By channel: the place of the latest answered publication.

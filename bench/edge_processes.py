@@ -217,7 +217,7 @@ async def _fan_out(turns: int, burst: int, send_one: Callable[[], None], unsent:
 async def _sustain(
     per_s: float, seconds: float, send: Callable[[str], None], unsent: Callable[[], bool]
 ) -> tuple[int, float]:
-    """Send at a rate, open loop: what is due is sent, several in one turn of the loop if it is late."""
+    """Send at a rate, open loop: if the loop is late, it sends several in one turn."""
     begin = time.monotonic()
     sent = 0
     while (now := time.monotonic()) < begin + seconds:

@@ -13,12 +13,12 @@ from hashlib import blake2b
 from typing import Any
 
 from dynamoth.edge.log import (
-    FENCED,
     SERVERS_KEY,
     Appended,
     LogOptions,
     LogPage,
     append_command,
+    is_fenced,
     log_server,
     parse_appended,
     parse_page,
@@ -167,7 +167,7 @@ class Logs:
 
         Without a connection it fails at once. Without a reply there is no outcome and no time bound: who appends waits
         until the server answers or the connection is lost. After a loss the outcome is ``"unknown"``, and the append is
-        not repeated, as it may be stored.
+        not repeated: the server may have stored it.
         """
         id_ = self.server_of(interest_id)
         server = self._servers[id_]
@@ -299,7 +299,7 @@ class Logs:
 
     def _appended(self, append: _Append, value: object, now: float) -> list[BrokerAction]:
         if isinstance(value, ErrorReply):
-            self._counters["log_errors"] += not str(value).startswith(FENCED)
+            self._counters["log_errors"] += not is_fenced(str(value))
             return [*append.on_appended(str(value), now)]
         try:
             return [*append.on_appended(parse_appended(value), now)]

@@ -66,7 +66,7 @@ class Positions:
         self._counters = counters
         #: Subscriptions that have not ended, by the key of their position.
         self._stored: dict[bytes, Subscription] = {}
-        #: What is to be stored, by log server and key, with the interest's id. The latest of each.
+        #: Positions that no server has stored yet, by log server and key, with the interest's id: the latest of each.
         self._unsaved: dict[str, dict[bytes, tuple[str, Position]]] = {}
         self._unsaved_count = 0
         #: Commands without an answer, by log server.

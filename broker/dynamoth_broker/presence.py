@@ -104,7 +104,7 @@ class _Channel:
     is_changing: bool = False
     #: The same interest as users have subscribed to it; None while none was.
     shared: SharedInterest | None = None
-    #: Who waits for the members; a read that was sent before they asked is not enough for them.
+    #: Sessions that wait for the members, with their ``ref``: the next read answers them.
     asking: dict[Session, int] = field(default_factory=dict[Session, int])
     is_reading: bool = False
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from dynamoth.edge.frames import Error, Published, PublishRequest
 from dynamoth.edge.interests import Interest
-from dynamoth.edge.log import FENCED, Appended
+from dynamoth.edge.log import Appended, is_fenced
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth_broker.events import RETRY_MS, BrokerAction, PublishMessage, Transmit
 from dynamoth_broker.logs import Logs
@@ -43,7 +43,7 @@ class Publishing:
     def _appended(
         self, session: Session, request: PublishRequest, result: Appended | str, now: float
     ) -> Sequence[BrokerAction]:
-        if isinstance(result, str) and result.startswith(FENCED):
+        if isinstance(result, str) and is_fenced(result):
             text = "this channel is published on by one backend only"
             return [Transmit(session.connection, Error("forbidden", text, ref=request.ref))]
         if isinstance(result, str):

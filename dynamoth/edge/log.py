@@ -39,6 +39,12 @@ SERVERS_KEY = LOG_PREFIX + b"servers"
 FENCED = "FENCED"
 """The first word of the error that refuses a writer of an older term."""
 
+
+def is_fenced(error: str) -> bool:
+    """Tell whether an error of a log server refuses a writer of an older term."""
+    return FENCED in error.split()[:2]  # Redis puts ``ERR`` before it in some versions
+
+
 BEGIN = b"""redis.replicate_commands()
 local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution', 'executed_at')
 local epoch, offset = meta[2], tonumber(meta[3])

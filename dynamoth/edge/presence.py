@@ -50,7 +50,7 @@ EXPIRED_MAX = 1000
 
 _LEASES = b"+"
 _FENCES = b"-"
-"""First characters of what is due: the lease of a member, or the fence of one that has left."""
+"""First characters of names that expire: the lease of a member, or the fence of one that has left."""
 
 _BEGIN = (
     BEGIN
@@ -120,7 +120,7 @@ end
     + _END
     + b"return reply\n"
 )
-"""Makes changes, then ends what is due: members that a broker names are connected, so their leases come first."""
+"""Makes changes, then ends what has expired: members that a broker names are connected, so their leases come first."""
 
 MEMBERS_SCRIPT = (
     _BEGIN
@@ -134,7 +134,7 @@ end
 return reply
 """
 )
-"""Ends what is due, then reads the members."""
+"""Ends what has expired, then reads the members."""
 
 Kind = Literal["enter", "exit", "release", "move"]
 """What happens to a member.
@@ -173,7 +173,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """What a script has appended: these events end at ``position``. ``has_more``: more is due now."""
+    """What a script has appended: these events end at ``position``. ``has_more``: more has expired."""
 
     position: Position
     events: tuple[bytes, ...]
@@ -227,7 +227,7 @@ def read_event(payload: bytes) -> PresenceEvent:
 
 
 def presence_keys(interest_id: str) -> tuple[bytes, ...]:
-    """Return the keys of a presence: those of its log, members, what is due, and fences."""
+    """Return the keys of a presence: those of its log, members, times of expiry, and fences."""
     keys = log_keys(interest_id)
     name = keys[0].removesuffix(b"meta")
     return *keys, name + b"members", name + b"due", name + b"left"
@@ -243,7 +243,7 @@ def change_command(
     options: LogOptions,
     expired_max: int = EXPIRED_MAX,
 ) -> tuple[CommandPart, ...]:
-    """Return the command that makes these changes, in this order; without any, it only ends what is due."""
+    """Return the command that makes these changes, in this order; without any, it only ends what has expired."""
     times = (leases.lease_s, leases.grace_s, leases.fence_s)
     words = [part for each in changes for part in (each.kind, each.member, str(each.generation), each.user)]
     return (

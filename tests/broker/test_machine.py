@@ -920,11 +920,12 @@ def test_a_log_server_is_told_which_log_servers_there_are() -> None:
     assert broker.tell(Replied(LOG, names.tag, "OK")) == []
 
 
-def test_a_channel_of_a_fenced_writer_is_published_on_by_nobody_else() -> None:
+@pytest.mark.parametrize("prefix", ["", "ERR "])
+def test_a_channel_of_a_fenced_writer_is_published_on_by_nobody_else(prefix: str) -> None:
     broker = Broker()
     broker.open(1)
     [append] = reads(broker.frame(1, PublishRequest(3, LOGGED, b"x")))
-    [error] = frames(broker.tell(Replied(LOG, append.tag, ErrorReply("FENCED by a newer writer, term 3"))), 1)
+    [error] = frames(broker.tell(Replied(LOG, append.tag, ErrorReply(f"{prefix}FENCED by a newer writer, term 3"))), 1)
     assert (error.code, error.retry, error.ref) == ("forbidden", "never", 3)
     assert broker.broker.counters["log_errors"] == 0
 

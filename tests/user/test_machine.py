@@ -602,7 +602,36 @@ def test_an_epoch_that_only_the_new_broker_knows_comes_with_its_gap() -> None:
     assert offsets(user.data(2, 1)) == [1]
 
 
-def test_wanted_names_what_was_received() -> None:
+def test_a_log_that_lost_its_end_within_its_epoch_is_a_gap_and_goes_on_from_there() -> None:
+    user = User().served(LOGGED)
+    for offset in (1, 2, 3):
+        user.data(1, offset)
+    user.tell(ConnectionClosed(1, 1006, "lost"))
+    user.pass_time(30.0)
+    number = next(iter(user.user.connections))
+    [asked] = connect_in(user.tell(ConnectionOpened(number))).subs
+    assert asked.since == Position(EPOCH, 3)
+    begins = Position(EPOCH, 0)
+    user.frame(number, UP, Subscribed(asked.ref, LOGGED.id, begins, recovered=False))
+    gap = Gap(LOGGED.id, "log_lost", 4, None, begins)
+    assert user.frame(number, gap) == [DeliverGap(LOGGED, "log_lost", 4, None, position=begins)]
+    assert offsets(user.data(number, 1)) == [1]
+    assert user.frame(number, gap) == []  # the rule is for the one gap of the confirmation
+
+
+def test_a_subscription_that_has_no_log_at_another_broker_keeps_its_position() -> None:
+    user = User().served(LOGGED)
+    user.data(1, 1)
+    user.tell(ConnectionClosed(1, 1006, "lost"))
+    user.pass_time(30.0)
+    number = next(iter(user.user.connections))
+    [asked] = connect_in(user.tell(ConnectionOpened(number))).subs
+    actions = user.frame(number, UP, Subscribed(asked.ref, LOGGED.id), Gap(LOGGED.id, "not_logged"))
+    assert only(DeliverGap, actions) == [DeliverGap(LOGGED, "not_logged")]
+    assert user.user.subscriptions[LOGGED.id].received == Position(EPOCH, 1)
+
+
+def test_a_request_names_what_was_received() -> None:
     user = User().served(LOGGED)
     user.data(1, 1)
     assert user.user.subscriptions[LOGGED.id].request(9) == SubscriptionRequest(9, LOGGED, Position(EPOCH, 1))

@@ -107,8 +107,7 @@ const CLOSING_ERRORS = new Set(["bad_frame", "token_refused", "token_expired", "
 /**
  * Publications are missing here. `from` and `to` are the missing offsets of a logged interest, `count` is the number
  * of missing publications of a live one, where it is known. Reasons of this client: `reconnected` (nobody listened),
- * `queue_full` (the handler is too slow), `held_full` (a migration took too long), `not_logged` (the interest has no
- * log any more). Others come from the broker.
+ * `queue_full` (the handler is too slow), `held_full` (a migration took too long). Others come from the broker.
  * @typedef {{reason: string, from?: number, to?: number, epoch?: string, offset?: number, count?: number}} Gap
  */
 /**
@@ -892,13 +891,8 @@ export class SessionMachine {
     }
 
     #onSubscribedLive(subscription) {
-        if (subscription.received !== null) {
-            subscription.received = null;
-            subscription.position = null;
-            this.positions.delete(subscription.key);
-            this.#saveSoon();
-            this.#enqueueLive(subscription, { type: "gap", reason: "not_logged" });
-        } else if (subscription.missed) {
+        // Who has a position gets a gap of the broker, and keeps it: another broker may have the log.
+        if (subscription.missed && subscription.received === null) {
             this.#enqueueLive(subscription, { type: "gap", reason: "reconnected" });
         }
         subscription.live = true;

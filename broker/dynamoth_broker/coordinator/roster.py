@@ -58,7 +58,7 @@ class Roster:
         return "" if known is None else known.report.url
 
     def on_report(self, stamp: Stamp, report: BrokerReport, now: float) -> list[Noted] | None:
-        """Add a report; return what is to be noted. None: it does not count, as a later one has come, say."""
+        """Add a report; return the notes for the log. None: it is old, or too many brokers report."""
         known = self._brokers.get(report.broker)
         if known is not None and known.incarnation == stamp.incarnation and stamp.number < known.number:
             return None

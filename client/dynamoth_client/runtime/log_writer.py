@@ -12,12 +12,12 @@ from typing import Any, TypedDict
 from dynamoth.edge.frames import EXACT_MAX
 from dynamoth.edge.interests import Interest
 from dynamoth.edge.log import (
-    FENCED,
     SERVERS_KEY,
     TTL_S,
     Appended,
     LogOptions,
     append_command,
+    is_fenced,
     log_server,
     parse_appended,
     servers_value,
@@ -140,7 +140,7 @@ class LogWriter:
         self._is_closed = True
         for server in self._servers.values():
             self._on_down(server, "the publisher was closed")
-            server.is_up.set()  # who waits learns it now
+            server.is_up.set()  # those who wait raise
         await asyncio.gather(*(server.link.close() for server in self._servers.values() if server.link is not None))
 
     async def append(self, interest: Interest, data: bytes, execution: int | None, term: int) -> Appended:
@@ -262,7 +262,7 @@ def _difference(id_: str, ours: str, theirs: str) -> str:
 def _appended(reply: Any, server: _Server) -> Appended:
     if isinstance(reply, ErrorReply):
         text = str(reply)
-        if FENCED in text.split()[:2]:  # Redis puts `ERR` before it in some versions
+        if is_fenced(text):
             raise Fenced(f"log server {server.id} refuses this writer: {text}")
         raise _unavailable(server, text)
     try:

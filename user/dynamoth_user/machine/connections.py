@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from hashlib import blake2b
 
-from dynamoth.edge.frames import Pong
-from dynamoth.edge.interests import Interest
+from dynamoth.edge.frames import Pong, SubscriptionRequest
 from dynamoth.machine.timers import Timers
 from dynamoth_user.machine.events import CloseConnection, OpenConnection, SendFrame, UserAction, UserOptions
-from dynamoth_user.machine.records import Connection, Role
+from dynamoth_user.machine.records import Connection, Role, UserSubscription
 
 LOST = 1006
 SILENT = 1001
@@ -88,11 +87,11 @@ class Connections:
         self._refs += 1
         return self._refs
 
-    def ask_for(self, connection: Connection, interest: Interest) -> int:
-        """Note that a connection is asked for an interest; return the ``ref``."""
-        ref = self.new_ref()
-        connection.asked[ref] = interest
-        return ref
+    def ask_for(self, connection: Connection, subscription: UserSubscription) -> SubscriptionRequest:
+        """Note that a connection is asked for a subscription; return what it is asked."""
+        request = subscription.request(self.new_ref())
+        connection.asked[request.ref] = request
+        return request
 
     # Opening.
 

@@ -194,9 +194,7 @@ class UserMachine:
     def _ask(self, connection: Connection, token: str | None) -> list[UserAction]:
         """Ask a broker to serve every subscription."""
         connection.is_asked = True
-        subs = tuple(
-            each.request(self._connections.ask_for(connection, each.interest)) for each in self.subscriptions.values()
-        )
+        subs = tuple(self._connections.ask_for(connection, each) for each in self.subscriptions.values())
         generation = self._options.generation + connection.number
         connect = Connect(self._options.session, generation, token, connection.ticket, subs)
         return [SendFrame(connection.number, connect)]
@@ -305,8 +303,8 @@ class UserMachine:
         ended = self._publications.refuse(error.ref, error)
         if ended is not None:
             return [*ended, *self._migration.close_old_if_done()]
-        interest = connection.asked.pop(error.ref, None)
-        subscription = None if interest is None else self.subscriptions.get(interest.id)
+        request = connection.asked.pop(error.ref, None)
+        subscription = None if request is None else self.subscriptions.get(request.interest.id)
         if subscription is None:
             return []
         if connection.role is Role.CANDIDATE:  # this broker cannot serve us: stay where we are
@@ -326,7 +324,7 @@ class UserMachine:
             return []
         if interest.id in connection.confirmed:
             return []
-        return [SendFrame(number, Subscribe(subscription.request(self._connections.ask_for(connection, interest))))]
+        return [SendFrame(number, Subscribe(self._connections.ask_for(connection, subscription)))]
 
     # Subscriptions.
 
@@ -341,7 +339,7 @@ class UserMachine:
             self._rosters.add(subscription)
         subscription.awaits_old = self._connections.of_role(Role.CANDIDATE) is not None
         return [
-            SendFrame(each.number, Subscribe(subscription.request(self._connections.ask_for(each, interest))))
+            SendFrame(each.number, Subscribe(self._connections.ask_for(each, subscription)))
             for each in self.connections.values()
             if each.is_asked and each.role is not Role.LEAVING
         ]
@@ -356,7 +354,9 @@ class UserMachine:
         for connection in asked:
             connection.confirmed.pop(interest.id, None)
             # An answer that is under way is not one to a later subscription to the same interest.
-            connection.asked = {ref: each for ref, each in connection.asked.items() if each.id != interest.id}
+            connection.asked = {
+                ref: request for ref, request in connection.asked.items() if request.interest.id != interest.id
+            }
         return [
             *last_ack,
             *(SendFrame(each.number, Unsubscribe(interest.id)) for each in asked),
@@ -365,11 +365,13 @@ class UserMachine:
         ]
 
     def _on_subscribed(self, connection: Connection, frame: Subscribed, now: float) -> list[UserAction]:
-        interest = connection.asked.pop(frame.ref, None)
-        subscription = None if interest is None else self.subscriptions.get(interest.id)
-        if subscription is None or frame.s != subscription.interest.id:
+        request = connection.asked.pop(frame.ref, None)
+        subscription = None if request is None else self.subscriptions.get(request.interest.id)
+        if request is None or subscription is None or frame.s != subscription.interest.id:
             return []
-        position = frame.position
+        position, since = frame.position, request.since
+        if position and since and position.epoch == since.epoch and position.offset < since.offset:
+            connection.went_back.add(frame.s)
         connection.confirmed[frame.s] = None if position is None else position.epoch
         subscription.is_live = position is None
         if subscription.received is None and frame.recovered:  # else the gap that follows says where it begins
@@ -379,7 +381,7 @@ class UserMachine:
         if not subscription.is_confirmed:
             subscription.is_confirmed = True
             actions.append(Confirmed(subscription.interest, position))
-        elif subscription.is_live and subscription.is_interrupted:
+        elif subscription.is_live and subscription.is_interrupted and since is None:  # else the broker sends a gap
             actions.append(DeliverGap(subscription.interest, RECONNECTED))
         if subscription.is_live:
             subscription.is_interrupted = False
@@ -404,8 +406,7 @@ class UserMachine:
             return [Deliver(subscription.interest, frame.payload, position)]
         self.counters["offsets_missing"] += 1
         del connection.confirmed[frame.s]  # until the answer
-        ref = self._connections.ask_for(connection, subscription.interest)
-        return [SendFrame(connection.number, Subscribe(subscription.request(ref)))]
+        return [SendFrame(connection.number, Subscribe(self._connections.ask_for(connection, subscription)))]
 
     def _on_live_data(self, connection: Connection, subscription: UserSubscription, frame: Data) -> list[UserAction]:
         if frame.p is None and connection.role is Role.CANDIDATE:
@@ -422,6 +423,8 @@ class UserMachine:
         if position is None:
             return [DeliverGap(interest, frame.reason, count=frame.count)]
         connection.confirmed[frame.s] = position.epoch
+        went_back = frame.s in connection.went_back
+        connection.went_back.discard(frame.s)
         if received is None:  # the log does not have everything behind the stored position
             subscription.received = position
             return [DeliverGap(interest, frame.reason, frame.first, frame.last, position=position)]
@@ -429,14 +432,13 @@ class UserMachine:
             return []
         if position.epoch != received.epoch:
             subscription.past_epochs.add(received.epoch)
-        elif position.offset <= received.offset:
+        elif position.offset <= received.offset and not went_back:
             return []  # the other broker has sent it
         subscription.received = position
         if interest.kind == "presence":
             self._rosters.on_gap(subscription)
-        first = received.offset + 1
-        last = position.offset if position.epoch == received.epoch else None
-        return [DeliverGap(interest, frame.reason, first, last, position=position)]
+        last = position.offset if position.epoch == received.epoch and not went_back else None
+        return [DeliverGap(interest, frame.reason, received.offset + 1, last, position=position)]
 
     # Positions.
 

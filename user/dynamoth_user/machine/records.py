@@ -47,9 +47,11 @@ class Connection:
     has_moved_in: bool = False
     has_said_bye: bool = False
     #: The subscriptions that it was asked for, by the number in ``ref``.
-    asked: dict[int, Interest] = field(default_factory=dict[int, Interest])
+    asked: dict[int, SubscriptionRequest] = field(default_factory=dict[int, SubscriptionRequest])
     #: Confirmed subscriptions: the epoch by interest id; None for a live one.
     confirmed: dict[str, int | None] = field(default_factory=dict[str, "int | None"])
+    #: Ids of interests that begin before what was asked for: their log has lost that, within its epoch.
+    went_back: set[str] = field(default_factory=set[str])
     #: The time that its last error asked for.
     retry_after_s: float = 0.0
     #: Its last error, as code and message.
@@ -74,7 +76,7 @@ class UserSubscription:
     interest: Interest
     #: The last publication, or the last gap, that went to the application; None while it begins with what is new.
     received: Position | None
-    #: Lives of the log that are over.
+    #: Epochs of the log that are over.
     past_epochs: set[int] = field(default_factory=set[int])
     #: Whether brokers keep its position: it begins there, and what was handled is acknowledged.
     is_stored: bool = False
