@@ -83,14 +83,14 @@ class _Chaos:
 
     def run(self) -> dict[str, Any]:
         self._ask(0, "publish")
-        time.sleep(5)
+        time.sleep(5)  # the look before is one under load
         before = self._looks()
         end = time.monotonic() + self._arguments.seconds
         while time.monotonic() < end:
             self._disturb()
             while self._out:
                 self._bring_back()
-            time.sleep(self._random.uniform(2.0, 6.0))
+            time.sleep(self._random.uniform(2.0, 6.0))  # the pauses between faults are the workload
         quiet = self._rest()
         after = self._looks()
         where = [self._ask(index, "look")["where"] for index in (0, 1)]
@@ -122,7 +122,7 @@ class _Chaos:
             chosen.append(self._random.choices(others, [WEIGHTS[kind] for kind in others])[0])
         for index, kind in enumerate(chosen):
             if index:
-                time.sleep(self._random.uniform(0.0, 2.0))
+                time.sleep(self._random.uniform(0.0, 2.0))  # how far two faults overlap is the workload
             self._hit(kind)
 
     def _hit(self, kind: str) -> None:
@@ -143,7 +143,7 @@ class _Chaos:
     def _bring_back(self) -> None:
         self._out.sort()
         due, begun, victim, hangs = self._out.pop(0)
-        time.sleep(max(0.0, due - time.monotonic()))
+        time.sleep(max(0.0, due - time.monotonic()))  # how long a victim is away is the workload
         if victim[0] == "users":
             self._people[1] = self._begin(self._options[1])
         elif hangs:
@@ -155,13 +155,13 @@ class _Chaos:
 
     def _rest(self) -> dict[str, Any]:
         """Let everything settle; publish once more on every channel, and wait for that."""
-        time.sleep(AGAIN_S)
+        time.sleep(AGAIN_S)  # what has not resumed within this time is a fault
         self._ask(0, "hush")
-        time.sleep(1)
+        time.sleep(1)  # what was published has this time to arrive: later, it counts as lost
         begin = time.monotonic()
         self._ask(0, "probe")
         probed_s = time.monotonic() - begin
-        time.sleep(3)
+        time.sleep(3)  # so has the last publication
         return {"probe_s": round(probed_s, 2)}
 
 

@@ -113,13 +113,13 @@ def stalled(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         heavy = _Publisher(fleet.cluster.url, {arguments.heavy: (HEAVY_PER_S, HEAVY_BYTES)})
     stack.callback(heavy.stop)
-    time.sleep(5)
+    time.sleep(5)  # the first part is measured under load, as the others
     parts: list[dict[str, Any]] = []
     for part in range(arguments.parts):
         is_reading = part % 2 == 0
         slow = fleet.counter("b1", "slow_sessions")
         crowd.ask("reading", is_reading)
-        time.sleep(arguments.settle_s)
+        time.sleep(arguments.settle_s)  # buffers fill, or empty, before a part is measured
         slow = fleet.counter("b1", "slow_sessions") - slow
         if not is_reading and slow < stalling:
             raise SystemExit(f"only {slow} of {stalling} are slow: this part would compare nothing")

@@ -106,7 +106,7 @@ class _Million:
         for session in self._ask(0, "look")["sessions"]:
             self._operate("pin", f"{session}@bench")
         self._ask(0, "publish")
-        time.sleep(3)
+        time.sleep(3)  # the rest is measured under load
         rest_begin = time.monotonic()
         time.sleep(REST_S)
         begin = time.monotonic()
@@ -120,7 +120,7 @@ class _Million:
         self._ask(0, "hush")
         time.sleep(3)
         self._ask(0, "probe")
-        time.sleep(5)
+        time.sleep(5)  # what has not arrived within these times counts as lost
         summary = Judge().judge(options.record for options in self._options)
         return {
             **summary,
