@@ -1,0 +1,127 @@
+"""The catalog: definitions of datasets and queries, stored at every log server.
+
+Each definition has a version. A server keeps the highest one that it has seen, and whoever reads several servers takes
+the highest of all: so a server that was away when a definition changed does harm to nobody, and the data cluster writes
+to it again. What is dropped stays as a version without a definition.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from dynamoth.data.datasets import Dataset, dead_letters, read_dataset, write_dataset
+from dynamoth.data.queries import StandingQuery, read_query, write_query
+from dynamoth.data.records import DATA_PREFIX
+from dynamoth.errors import ConfigError, MalformedMessage
+from dynamoth.machine.events import CommandPart
+from dynamoth.protocol.wire import parser, read_array, read_bytes
+
+DATASETS_KEY = DATA_PREFIX + b"datasets"
+"""Hash at every log server: definitions of datasets by name."""
+QUERIES_KEY = DATA_PREFIX + b"queries"
+"""Hash at every log server: definitions of standing queries by name."""
+
+PUT_SCRIPT = b"""local stored = redis.call('HGET', KEYS[1], ARGV[1])
+if stored and tonumber(string.match(stored, '^%d+')) >= tonumber(ARGV[2]) then return stored end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
+return false
+"""
+"""Stores a definition unless this version or a later one is stored; returns what is stored then, nil otherwise."""
+
+T = TypeVar("T", Dataset, StandingQuery)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the catalog says about one name. ``definition`` is None for what was dropped."""
+
+    version: int
+    definition: Mapping[str, Any] | None
+
+
+@dataclass
+class Catalog:
+    """Definitions that are known; ``faults`` has those that cannot be read, with the reason."""
+
+    datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
+    queries: dict[str, StandingQuery] = field(default_factory=dict[str, StandingQuery])
+    dropped_queries: set[str] = field(default_factory=set[str])
+    faults: dict[str, str] = field(default_factory=dict[str, str])
+
+    def dataset(self, name: str) -> Dataset | None:
+        """Return a dataset, also the one of the refused records of another."""
+        if (found := self.datasets.get(name)) is not None:
+            return found
+        base = name.removesuffix("_dead")
+        return dead_letters(base) if base != name and base in self.datasets else None
+
+
+def put_command(key: bytes, name: str, entry: Entry) -> tuple[CommandPart, ...]:
+    """Return the command that stores an entry of the hash ``key``."""
+    text = "" if entry.definition is None else json.dumps(entry.definition, ensure_ascii=False, separators=(",", ":"))
+    return b"EVAL", PUT_SCRIPT, b"1", key, name.encode(), b"%d" % entry.version, text.encode()
+
+
+def read_catalog_command(key: bytes) -> tuple[CommandPart, ...]:
+    """Return the command that reads one of the two hashes."""
+    return b"HGETALL", key
+
+
+@parser("an entry of the catalog")
+def parse_entry(value: bytes) -> Entry:
+    """Read the value of one field. Raises MalformedMessage."""
+    version, _, text = value.partition(b" ")
+    definition: Any = json.loads(text) if text else None
+    if definition is not None and not isinstance(definition, dict):
+        raise MalformedMessage("a definition is a JSON object")
+    return Entry(int(version), definition)  # pyright: ignore[reportUnknownArgumentType]
+
+
+@parser("the catalog")
+def parse_entries(reply: Any) -> dict[str, Entry]:
+    """Read the reply of ``read_catalog_command``. Raises MalformedMessage."""
+    if isinstance(reply, Mapping):
+        pairs = [(read_bytes(name), read_bytes(value)) for name, value in reply.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    else:
+        values = read_array(reply)
+        pairs = [(read_bytes(n), read_bytes(v)) for n, v in zip(values[::2], values[1::2], strict=True)]
+    return {name.decode(): parse_entry(value) for name, value in pairs}
+
+
+def merged(copies: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+    """Return the latest entry of each name over the copies of several servers."""
+    latest: dict[str, Entry] = {}
+    for copy in copies:
+        for name, entry in copy.items():
+            if name not in latest or entry.version > latest[name].version:
+                latest[name] = entry
+    return latest
+
+
+def catalog_of(datasets: Mapping[str, Entry], queries: Mapping[str, Entry]) -> Catalog:
+    """Read the definitions of merged entries. One that cannot be read is a fault, and harms no other one."""
+    catalog = Catalog()
+    for name, entry in datasets.items():
+        if entry.definition is not None:
+            try:
+                catalog.datasets[name] = read_dataset(name, {**entry.definition, "version": entry.version})
+            except ConfigError as error:
+                catalog.faults[name] = str(error)
+    for name, entry in queries.items():
+        if entry.definition is None:
+            catalog.dropped_queries.add(name)
+            continue
+        try:
+            catalog.queries[name] = read_query(name, {**entry.definition, "version": entry.version})
+        except ConfigError as error:
+            catalog.faults[name] = str(error)
+    return catalog
+
+
+def entry_of(definition: T) -> Entry:
+    """Return the entry of a definition."""
+    written = write_dataset(definition) if isinstance(definition, Dataset) else write_query(definition)
+    return Entry(definition.version, written)
