@@ -101,6 +101,7 @@ class CompiledQuery:
 
     def sql(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> str:
         """Return the statement, over temporary views that are made."""
+        spatial.register(spark)
         tree = self.tree.copy()
         named = {**views, INTERESTS: interests}
         for name, rows in named.items():
@@ -346,7 +347,9 @@ class _Compiler:
                     part.replace(exact if link is None else exp.and_(link, exact))
         for call in list(tree.find_all(exp.Anonymous)):
             if call.name.lower() in ("near", "near_xy"):
-                self.warnings.append(f"{call.name}() is not one of the conditions joined by AND: all pairs are compared")
+                self.warnings.append(
+                    f"{call.name}() is not one of the conditions joined by AND: all pairs are compared"
+                )
                 call.replace(_parsed(self._exact(call)))
 
     def _exact(self, call: exp.Anonymous) -> str:
@@ -366,7 +369,9 @@ class _Compiler:
         least, most = self._radius_bounds(radius)
         sources = {each.alias_or_name: each for each in _sources(tree)}
         if one is None or other is None or one == other or one not in sources or other not in sources:
-            self.warnings.append(f"{call.name}() compares places that are not columns of two tables: all pairs are compared")
+            self.warnings.append(
+                f"{call.name}() compares places that are not columns of two tables: all pairs are compared"
+            )
             return None
         # The cells of the radius are those of the table that has it, or of the interests.
         if radius_table == one or (radius_table not in (one, other) and one == INTERESTS):
@@ -377,19 +382,15 @@ class _Compiler:
             )
         self.grids += 1
         name = f"{CELL}{self.grids}"
-        is_sphere = call.name.lower() == "near"
-        cell, cells = (spatial.cell_sql, spatial.cells_sql) if is_sphere else (spatial.cell_xy_sql, spatial.cells_xy_sql)
-        names = [each.sql("spark") for each in (a, b, c, d)]
+        cells = spatial.CELLS if call.name.lower() == "near" else spatial.CELLS_XY
+        place, around = (f"{each.sql('spark')}, {also.sql('spark')}" for each, also in ((a, b), (c, d)))
+        levels: Sequence[int] = [spatial.level_of(most)]
+        wide, level = f"{most}D", str(levels[0])
         if radius_table == other:
-            levels: Sequence[int] = spatial.levels_between(least, most)
-            wide = radius.sql("spark")
-            around = cells(names[2], names[3], wide, spatial.level_sql(wide))
-        else:
-            levels = [spatial.level_of(most)]
-            around = cells(names[2], names[3], f"{most}D", str(levels[0]))
-        at = ", ".join(cell(names[0], names[1], str(level)) for level in levels)
-        _explode(sources[other], around, name)
-        _explode(sources[one], f"array({at})", name)
+            levels, wide, level = spatial.levels_between(least, most), radius.sql("spark"), "cast(NULL AS int)"
+        at = ", ".join(f"{cells}({place}, cast(NULL AS double), {level})" for level in levels)
+        _explode(sources[other], f"{cells}({around}, {wide}, {level})", name)
+        _explode(sources[one], f"concat({at})", name)
         return exp.EQ(this=_column(one, name), expression=_column(other, name))
 
     def _radius_bounds(self, radius: exp.Expression) -> tuple[float | None, float | None]:
