@@ -104,7 +104,11 @@ def _moves() -> Iterator[dict[str, Any]]:
     sessions = [BACK, *(f"{number:016x}" for number in range(MOVED))]
     route = {"from_broker": "b1", "to_broker": "b2"}
     for number, session in enumerate(sessions):
-        loads = {"load_bytes_per_s": 1000.0 + number, "from_ratio_before": 1.2, "from_ratio_predicted": 1.18}
+        loads: dict[str, Any] = {
+            "load_bytes_per_s": 1000.0 + number,
+            "from_ratio_before": 1.2,
+            "from_ratio_predicted": 1.18,
+        }
         loads |= {"to_ratio_before": 0.4, "to_ratio_predicted": 0.42, "interests": ["all"]}
         yield {"at": at(DECIDED_AT), **_PLAN, **route, "session": session, **loads}
         end = {"end": "left", "seconds": 0.5} if number < MOVED else {"end": "deadline", "seconds": 10.0}

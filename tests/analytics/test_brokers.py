@@ -14,9 +14,10 @@ from dynamoth_analytics.jobs import brokers
 from dynamoth_analytics.jobs.runner import Drawn, Jobs, broker_jobs
 from dynamoth_analytics.page.brokers import broker_findings, broker_overload, broker_sections
 from dynamoth_analytics.reading import Recording, made
-from dynamoth_analytics.recorded_settings import CoordinatorOptions, coordinator_in_force, migration_settings
+from dynamoth_analytics.recorded_settings import coordinator_in_force, migration_settings
 from dynamoth_analytics.report import PAGE
 from dynamoth_analytics.text import time_of_day
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
 from tests.analytics.loads import write_rows
 from tests.analytics.planted_brokers import (
     BACK,
