@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from dynamoth_analytics.recorded_settings import coordinator_in_force
 from dynamoth_analytics.replay.brokers.population import make_users, own_loads
 from dynamoth_analytics.replay.brokers.replay import BrokerWindow, RecordedReport, recorded_figures, replay_brokers
 from dynamoth_analytics.replay.brokers.task import BROKER_REPLAYS_SCHEMA, RECORDED
+from dynamoth_analytics.replay.brokers.windows import pauses_of
 from dynamoth_analytics.replay.brokers.world import World
 from dynamoth_analytics.replay.grid import (
     known_coordinator_settings,
@@ -34,6 +36,7 @@ from dynamoth_balancer.options import BalancerOptions
 from dynamoth_broker.coordinator.events import AskCandidates
 from dynamoth_broker.coordinator.settings import CoordinatorOptions
 from tests.analytics.broker_loads import BEGIN, RecordedBrokers, crowded, recorded, window_of
+from tests.analytics.loads import write_rows
 from tests.coordinator.scripted_cluster import report_of
 
 ALERT = CoordinatorOptions(wait_s=5.0, rest_s=10.0, slow_half_life_s=5.0, looks=1, ratio_mean_min=0.1)
@@ -210,6 +213,27 @@ def test_settings_that_move_users_beat_those_in_force_that_do_not(
     page = (tmp_path / "out" / PAGE).read_text()
     assert "coordinator.cov_max = 0.1" in page and "<svg" in page and "(recorded)" in page
     assert found.sentences[0].startswith("Brokers, better") and lines
+
+
+def test_a_coordinator_decides_nothing_before_the_recorded_one_was_there_nor_while_it_was_paused(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    def pauses() -> list[tuple[float, str]]:
+        found = pauses_of(Recording(spark, str(tmp_path))).collect()[0]["pauses"]
+        return [(row["at"], row["state"]) for row in json.loads(found)]
+
+    assert pauses() == []
+    at = datetime.fromtimestamp(BEGIN, UTC)
+    row = {"at": at, "coordinator": 1, "number": 1, "line": 0, "name": "looks", "value": "3"}
+    write_rows(tmp_path, "coordinator_settings", [row])
+    states = [(10, "made"), (20, "paused"), (30, "resumed")]
+    decisions = [
+        {"at": at + timedelta(seconds=second), "coordinator": 1, "number": second, "line": 0, "state": state}
+        for second, state in states
+    ]
+    write_rows(tmp_path, "broker_decisions", decisions)
+    times = [(0.0, "paused"), (BEGIN, "resumed"), (BEGIN + 20, "paused"), (BEGIN + 30, "resumed")]
+    assert pauses() == times
 
 
 def test_a_recording_without_brokers_cannot_be_replayed_with_coordinator_settings(

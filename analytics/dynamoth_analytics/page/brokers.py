@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from dynamoth.edge.control import MoveEnd
 from dynamoth_analytics.jobs.runner import Drawn, Row
 from dynamoth_analytics.page.html import Axes, Series, chart, paragraph, section, table
-from dynamoth_analytics.text import TimeFormat, counted, display_name, duration, figure, percent, ratio
+from dynamoth_analytics.text import TimeFormat, counted, display_name, figure, percent, ratio
 
 ENDS = {
     MoveEnd.LEFT.value: "moved",
@@ -178,7 +178,7 @@ def _decisions(drawn: Drawn, when: TimeFormat) -> str:
             when(row["at"]),
             row["kind"] or "-",
             _moves_of(row),
-            "-" if row["seconds"] is None else duration(row["seconds"]),
+            figure(row["seconds"], "s"),
             _three(row, "cov"),
             _three(row, "ratio"),
             *(figure(row[f"redis_egress_{name}"], "B/s") for name in ("before", "measured")),

@@ -207,7 +207,7 @@ def unpacked(
 ) -> RecordedWindow:
     """Return a window that ``packed_windows`` has packed."""
     columns = _columns(pa.ipc.open_stream(channels).read_all())
-    rows = pa.ipc.openstream(reports).read_all().to_pylist()
+    rows = pa.ipc.open_stream(reports).read_all().to_pylist()
     begin, end = span.bounds(window)
     return RecordedWindow(
         begin,

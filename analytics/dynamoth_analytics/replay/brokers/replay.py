@@ -192,10 +192,10 @@ class _Replay:
         window = self._window
         paused = [is_paused for at, is_paused in window.pauses if at < window.begin][-1:] or [False]
         events: list[tuple[float, int, BrokerReport | RecordedMigration | bool]] = [
+            (window.begin, 0, paused[0]),
             *((each.at, 2, each.report) for each in window.reports if each.at < window.end),
             *((each.at, 1, each) for each in window.migrations if window.begin <= each.at < window.end),
             *((at, 0, is_paused) for at, is_paused in window.pauses if window.begin <= at < window.end),
-            (window.begin, 0, paused[0]),
         ]
         events.sort(key=lambda event: event[:2])
         yield from ((at, event) for at, _, event in events)

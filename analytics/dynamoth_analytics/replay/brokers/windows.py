@@ -119,7 +119,7 @@ def packed_broker_windows(recording: Recording, span: BrokerSpan) -> DataFrame:
     )
     move = F.struct("at", "session", "from_broker", "to_broker", "interests")
     moves = moved.groupBy("window").agg(F.to_json(F.array_sort(F.collect_list(move))).alias("migrations"))
-    return packed.join(moves, "window", "left").crossJoin(_pauses(recording))
+    return packed.join(moves, "window", "left").crossJoin(pauses_of(recording))
 
 
 def recording_with_preroll(recording: Recording) -> Recording:
@@ -138,10 +138,19 @@ def _reports_of(recording: Recording, span: BrokerSpan) -> DataFrame:
     return rows.select(F.explode(windows).alias("window"), at.alias("at"), *_REPORT)
 
 
-def _pauses(recording: Recording) -> DataFrame:
-    """Return when operators have paused decisions and let the coordinator decide again, as JSON."""
+def pauses_of(recording: Recording) -> DataFrame:
+    """Return when the coordinator began to decide nothing, and when it decided again, as JSON.
+
+    Before the first settings of a coordinator, none was there. Without any, as of a recording of brokers alone, the
+    replay shows what one would have done.
+    """
     rows = recording.until_end("broker_decisions").where(F.col("state").isin(*_PAUSES)).withColumn("at", _seconds())
-    return rows.agg(F.to_json(F.array_sort(F.collect_list(F.struct("at", "state")))).alias("pauses"))
+    paused, resumed = map(F.lit, _PAUSES)
+    begin = recording.until_end("coordinator_settings").agg(F.min(_seconds()).alias("at")).where("at is not null")
+    absent = begin.select(F.lit(0.0).alias("at"), paused.alias("state"))
+    present = begin.select("at", resumed.alias("state"))
+    every = rows.select("at", "state").unionByName(absent).unionByName(present)
+    return every.agg(F.to_json(F.array_sort(F.collect_list(F.struct("at", "state")))).alias("pauses"))
 
 
 def _pack(key: tuple[Any, ...], reports: pa.Table, interests: pa.Table) -> pa.Table:

@@ -39,8 +39,9 @@ class _Broker:
     """The latest report of a broker."""
 
     report: BrokerReport
-    #: n_jk as recorded.
+    #: n_jk and lambda_k as recorded.
     counts: dict[str, int]
+    rates: dict[str, float]
     #: What displaced users change of it, without zeros.
     change: Counter[str]
     #: And of the number of users.
@@ -75,11 +76,12 @@ class World:
         """
         known = self._brokers.get(report.broker)
         if known is None:
-            known = self._brokers[report.broker] = _Broker(report, {}, Counter())
+            known = self._brokers[report.broker] = _Broker(report, {}, {}, Counter())
         columns = report.interests
         if columns.ids:
             known.counts = dict(zip(columns.ids, columns.users, strict=True))
-            self._rates.update(zip(columns.ids, columns.rates, strict=True))
+            known.rates = dict(zip(columns.ids, columns.rates, strict=True))
+            self._rates |= known.rates
         else:
             report = replace(report, interests=known.report.interests)
         known.report, known.present = report, None
@@ -168,7 +170,8 @@ class World:
         report, load, inbound = broker.report, 0.0, 0.0
         for interest, change in broker.change.items():
             before = broker.counts.get(interest, 0)
-            after, rate = max(0, before + change), self._rates.get(interest, 0.0)
+            # Its own rate, if it has one: brokers measure the same interest a little differently.
+            after, rate = max(0, before + change), broker.rates.get(interest, self._rates.get(interest, 0.0))
             fetched = (after > 0) - (before > 0)
             inbound += rate * fetched
             load += rate * (fetched + after - before)
