@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from dynamoth_analytics.errors import spark_errors
 from dynamoth_analytics.jobs import brokers
-from dynamoth_analytics.jobs.runner import Drawn, Jobs, broker_jobs
+from dynamoth_analytics.jobs.runner import Drawn, Jobs, Row, broker_jobs
 from dynamoth_analytics.page.brokers import broker_findings, broker_overload, broker_sections
 from dynamoth_analytics.reading import Recording, made
 from dynamoth_analytics.recorded_settings import coordinator_in_force, migration_settings
@@ -115,6 +115,26 @@ def test_a_recording_without_brokers_says_nothing_of_them(spark: SparkSession, t
     assert coordinator_in_force(recording).options == CoordinatorOptions()
     drawn = Drawn()
     assert broker_findings(drawn) == broker_overload(drawn) == broker_sections(drawn, time_of_day) == []
+
+
+def test_the_times_in_which_a_broker_did_not_report_are_found(spark: SparkSession) -> None:
+    schema = "broker string, at timestamp, number long, incarnation long, report_s double"
+    times = {("b1", 1): range(60), ("b2", 1): range(20), ("b2", 2): range(30, 60), ("b3", 1): range(50)}
+    slow = [("b4", at(second), second, 1, 10.0) for second in (0, 12, 36, 60)]
+    rows = [
+        (broker, at(second), second, incarnation, 1.0)
+        for (broker, incarnation), seconds in times.items()
+        for second in seconds
+        if second not in (5, 6)
+    ]
+    found = brokers.broker_silences(made(spark, [*rows, *slow], schema)).orderBy("broker").collect()
+    silent = [(row["broker"], row["seconds"], row["restarted"]) for row in found]
+    assert silent == [("b2", 11.0, True), ("b3", 11.0, None)]
+    jobs: dict[str, list[Row]] = {"brokers": [{"broker": "b2", "ratio_max": 0.5}]}
+    jobs["broker_silences"] = [row.asDict() for row in found]
+    [sentence] = broker_findings(Drawn(jobs, {"brokers": 1}))[2:]
+    assert sentence.startswith("Broker b2 did not report for 11 s from")
+    assert "and was started again; 1 other time without reports" in sentence
 
 
 def test_a_broker_that_is_drained_does_not_make_the_loads_uneven(spark: SparkSession) -> None:

@@ -17,6 +17,9 @@ from dynamoth.recording import BrokerDecisionState
 BACK_S = 3600.0
 """A user who is moved back within this time was moved to and fro."""
 
+SILENT_S_MIN = 3.0
+"""A broker that does not report for less was late, at most."""
+
 _REPORT = ("broker", "incarnation", "number")
 _DECISION = ("coordinator", "term", "decision")
 _WHEN = ("before", "predicted", "measured")
@@ -98,6 +101,26 @@ def broker_balance(loads: DataFrame, interests: DataFrame, slot_s: int) -> DataF
         _over(F.col("subscriptions"), fetched).alias("sharing_factor"),
         _over(fetched, F.col("interests")).alias("copies"),
     )
+
+
+def broker_silences(brokers: DataFrame) -> DataFrame:
+    """Return one row per time in which a broker did not report: more than ``SILENT_S_MIN`` and three of its intervals.
+
+    ``restarted`` is whether another process reported afterwards; null: the broker did not report again.
+    """
+    at = F.col("at").cast("double")
+    order = Window.partitionBy("broker").orderBy("at", "number")
+    follower = F.lead(at).over(order)
+    end = F.max(at).over(Window.partitionBy())
+    found = brokers.select(
+        "broker",
+        F.col("at").alias("begin"),
+        (F.coalesce(follower, end) - at).alias("seconds"),
+        F.coalesce("report_s", F.lit(0.0)).alias("report_s"),
+        (F.lead("incarnation").over(order) != F.col("incarnation")).alias("restarted"),
+    )
+    long = F.col("seconds") > F.greatest(3 * F.col("report_s"), F.lit(SILENT_S_MIN))
+    return found.where(long).drop("report_s")
 
 
 def balance_sums(balance: DataFrame) -> DataFrame:

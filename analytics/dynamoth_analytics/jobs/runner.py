@@ -141,6 +141,7 @@ def broker_jobs(jobs: Jobs, recording: Recording, settings: MigrationSettings, s
     balance = jobs.run("broker_balance", lambda: brokers.broker_balance(loads, interests, slot_s))
     jobs.draw("broker_balance", _coarser(balance, drawn_slot_s))
     jobs.draw("broker_sums", brokers.balance_sums(balance))
+    jobs.run("broker_silences", lambda: brokers.broker_silences(reports), F.desc("seconds"))
     rows = recording.table("broker_decisions")
     decided = jobs.run("broker_decisions", lambda: brokers.broker_decisions(rows), F.desc("at"))
     jobs.draw("broker_decision_sums", brokers.decision_sums(decided))

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from dynamoth.edge.control import MoveEnd
 from dynamoth_analytics.jobs.runner import Drawn, Row
 from dynamoth_analytics.page.html import Axes, Series, chart, paragraph, section, table
-from dynamoth_analytics.text import TimeFormat, counted, display_name, figure, percent, ratio
+from dynamoth_analytics.text import TimeFormat, counted, display_name, duration, figure, percent, ratio
 
 ENDS = {
     MoveEnd.LEFT.value: "moved",
@@ -37,7 +37,7 @@ def broker_findings(drawn: Drawn) -> list[str]:
     """Return what the recording says of brokers; nothing where it has none."""
     if not drawn["brokers"]:
         return []
-    return [*_evenness(drawn), *_decided(drawn), *_moved(drawn), *_shared(drawn)]
+    return [*_evenness(drawn), *_decided(drawn), *_moved(drawn), *_shared(drawn), *_silent(drawn)]
 
 
 def _evenness(drawn: Drawn) -> list[str]:
@@ -103,6 +103,19 @@ def _shared(drawn: Drawn) -> list[str]:
     if row["copies"] is not None and row["copies"] > 1:
         text += f", and {figure(row['copies'])} brokers fetched the same interest on the average"
     return [f"{text}."]
+
+
+def _silent(drawn: Drawn) -> list[str]:
+    if not (silences := drawn["broker_silences"]):
+        return []
+    longest = silences[0]
+    after = {None: "did not report again", True: "was started again", False: "went on"}[longest["restarted"]]
+    more = len(silences) - 1
+    others = f"; {counted(more, 'other time')} without reports of a broker: see broker_silences/" if more else ""
+    return [
+        f"Broker {display_name(longest['broker'])} did not report for {duration(longest['seconds'])} from"
+        f" {drawn.when(longest['begin'])} on, and {after}{others}."
+    ]
 
 
 def broker_sections(drawn: Drawn, when: TimeFormat) -> list[str]:

@@ -380,7 +380,7 @@ class CoordinatorMachine:
                     actions += self._move_users(action)
                 case DecisionRecorded(decision):
                     self.counters["decisions"] += not (decision.moved or decision.failed or decision.measured)
-                    self._records.on_decision(decision, now, self._ratios(now))
+                    self._records.on_decision(decision, now, self._ratios(now) if decision.measured else {})
                     actions.append(action)
                 case Refused(reason):
                     self.counters["events_refused"] += 1
