@@ -298,7 +298,8 @@ BROKER_INTERESTS = _table(
     #: n_jk: users of the broker who have subscribed to it.
     users=_WHOLE,
 )
-"""One row per report of an edge broker and interest that it names: the busiest ones, in a number that is bounded."""
+"""One row per report of an edge broker and interest that it names: the busiest ones, in a number that is bounded. As in
+``channels``, a recorder writes the rows of a report next to each other into one file."""
 
 
 class BrokerDecisionState(enum.StrEnum):
