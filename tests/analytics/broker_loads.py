@@ -51,6 +51,7 @@ class RecordedBrokers(ScriptedCluster):
         super().__post_init__()
         self._records = Records(9, self.settings, b"secret")
         self._records.begin_term(1, 0.0)
+        self._moving: dict[str, tuple[str, str, tuple[str, ...]]] = {}
         execute = self._execute
 
         def heard(action: Any) -> None:
@@ -59,12 +60,9 @@ class RecordedBrokers(ScriptedCluster):
                     self._records.on_decision(decision, self.now, {})
                 case MoveUsers(_, moves):
                     self._records.on_asked(moves, self.now)
-                    self.migrations += [
-                        RecordedMigration(
-                            self.at + MOVE_S, move.user, move.source, move.target, self.model.users[move.user].interests
-                        )
-                        for move in moves
-                    ]
+                    self._moving = {
+                        move.user: (move.source, move.target, self.model.users[move.user].interests) for move in moves
+                    }
                 case _:
                     pass
             execute(action)
@@ -84,7 +82,9 @@ class RecordedBrokers(ScriptedCluster):
                     cells = {name: column[index] for name, column in rows.columns.items()}
                     self._write(rows.table, {**rows.same, **cells})
         elif isinstance(event, MoveEnded):
-            self._records.on_move_ended(event.user, MoveEnd.LEFT, self.now)
+            self._records.on_move_ended(event.user, MoveEnd.LEFT if event.moved else MoveEnd.DEADLINE, self.now)
+            if event.moved:
+                self.migrations.append(RecordedMigration(self.at + MOVE_S, event.user, *self._moving[event.user]))
         else:
             candidates = getattr(event, "candidates", None)
             if candidates is not None:

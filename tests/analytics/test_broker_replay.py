@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
@@ -17,12 +18,19 @@ from dynamoth.edge.control import BrokerReport, InterestColumns
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.broker_what_if import REPLAYS, SETTINGS, BrokerWhatIf
 from dynamoth_analytics.errors import BadRecording
-from dynamoth_analytics.reading import Recording
+from dynamoth_analytics.page.broker_what_if import broker_sentences
+from dynamoth_analytics.reading import Recording, made
 from dynamoth_analytics.recorded_settings import coordinator_in_force
+from dynamoth_analytics.replay.brokers.comparison import compare_brokers
 from dynamoth_analytics.replay.brokers.population import make_users, own_loads
 from dynamoth_analytics.replay.brokers.replay import BrokerWindow, RecordedReport, recorded_figures, replay_brokers
 from dynamoth_analytics.replay.brokers.task import BROKER_REPLAYS_SCHEMA, RECORDED
-from dynamoth_analytics.replay.brokers.windows import pauses_of
+from dynamoth_analytics.replay.brokers.windows import (
+    broker_span,
+    packed_broker_windows,
+    pauses_of,
+    unpacked_brokers,
+)
 from dynamoth_analytics.replay.brokers.world import World
 from dynamoth_analytics.replay.grid import (
     known_coordinator_settings,
@@ -107,6 +115,10 @@ def test_users_are_made_up_as_reports_say_and_moved_users_are_offered_where_they
     assert chosen.user not in {each.user for each in world.candidates(replace(ask, broker="b2"), 59.0).users}
     rested = {each.user: each.interests for each in world.candidates(replace(ask, broker="b2"), 60.0).users}
     assert rested[chosen.user] == chosen.interests and len(rested) == 21
+    present = world.present("b2").interests
+    assert Counter(each for theirs in rested.values() for each in theirs) == dict(
+        zip(present.ids, present.users, strict=True)
+    )
     assert len(world.candidates(ask, 60.0).users) == 89
     world.move(chosen.user, "b2", "b1", 61.0)
     assert loads(world)["b1"][2] == 90 and loads(world)["b1"][0] == pytest.approx(model.brokers["b1"].load - 64 * 90)
@@ -197,22 +209,74 @@ def test_settings_that_move_users_beat_those_in_force_that_do_not(
     combinations = read_coordinator_grid(GRID, "grid.toml", in_force.options)
     assert [each.text for each in combinations][1].startswith("coordinator.cov_max = 0.1, ") and len(combinations) == 2
     lines: list[str] = []
-    found = BrokerWhatIf(recording, combinations, 60.0, 0.8, tmp_path / "out").run(lines.append)
+    found = BrokerWhatIf(recording, combinations, 120.0, 0.8, tmp_path / "out").run(lines.append)
     replays = spark.read.parquet(str(tmp_path / "out" / REPLAYS))
     assert replays.schema == spark.createDataFrame([], BROKER_REPLAYS_SCHEMA).schema
     rows = {(row["combination"], row["window"]): row for row in replays.collect()}
-    assert rows.keys() == {(number, window) for number in (RECORDED, 0, 1) for window in (0, 1)}
-    for window in (0, 1):
-        for name in ("overload_s", "ratio_max", "cov", "redis_egress", "moves"):
-            assert rows[0, window][name] == pytest.approx(rows[RECORDED, window][name]), "nobody was moved"
+    assert rows.keys() == {(number, 0) for number in (RECORDED, 0, 1)}
+    for name in ("overload_s", "ratio_max", "cov", "redis_egress", "moves"):
+        assert rows[0, 0][name] == pytest.approx(rows[RECORDED, 0][name]), "nobody was moved"
     table = {row["combination"]: row for row in spark.read.parquet(str(tmp_path / "out" / SETTINGS)).collect()}
     assert json.loads(table[1]["changes"])["coordinator.cov_max"] == 0.1
     assert table[1]["cov"] < table[0]["cov"] and table[1]["moves"] > 0 == table[0]["moves"]
-    assert (table[1]["better"], table[1]["worse"], table[1]["failed"]) == (2, 0, 0)
+    assert (table[1]["better"], table[1]["worse"], table[1]["failed"]) == (1, 0, 0)
     write_page(tmp_path / "out", [found])
     page = (tmp_path / "out" / PAGE).read_text()
     assert "coordinator.cov_max = 0.1" in page and "<svg" in page and "(recorded)" in page
     assert found.sentences[0].startswith("Brokers, better") and lines
+
+
+def test_less_overload_counts_before_a_lower_cov_and_that_before_fewer_moves(spark: SparkSession) -> None:
+    def row(combination: int, window: int, overload_s: float, cov: float, moves: int) -> tuple[Any, ...]:
+        return combination, window, 60.0, overload_s, 1.0, 0.5, cov, 1e6, moves, 1, 0, None
+
+    in_force = [row(number, window, 30.0, 0.2, 10) for number in (RECORDED, 0) for window in range(3)]
+    other = [row(1, 0, 29.5, 0.204, 9), row(1, 1, 30.5, 0.1, 50), row(1, 2, 40.0, 0.1, 1)]
+    failed = (2, 0, *[None] * 9, "it is broken")
+    combinations = read_coordinator_grid("coordinator.looks = [1, 2]", "grid.toml", CoordinatorOptions())
+    replays = made(spark, [*in_force, *other, row(2, 1, 0.0, 0.0, 0), failed], BROKER_REPLAYS_SCHEMA)
+    recorded_sum, compared = compare_brokers(replays, combinations)
+    assert (recorded_sum.windows, recorded_sum.overload_minutes, recorded_sum.moves) == (3, 1.5, 30)
+    first, second, third = compared
+    assert (first.better, first.worse, first.costs) == (0, 0, (1.5, 0.2, 30.0))
+    assert (second.better, second.worse, second.tried) == (2, 1, 2), "fewer moves; a lower cov; more overload"
+    assert second.figures.cov == pytest.approx((0.204 + 0.1 + 0.1) / 3)
+    assert (third.windows, third.failed, third.problem) == (1, 1, "it is broken")
+    said = broker_sentences(recorded_sum, compared, 0.9)
+    assert said[-1].endswith("The first: coordinator.looks = 2: it is broken.")
+    assert said[0].startswith("Brokers, better in most windows, which may be chance: coordinator.looks = 1")
+    with pytest.raises(BadRecording, match="none has a report"):
+        compare_brokers(replays.where("combination > 0"), combinations)
+
+
+def test_a_window_is_unpacked_as_it_was_recorded(spark: SparkSession, tmp_path: Path) -> None:
+    cluster = RecordedBrokers(crowded(), ALERT)
+    cluster.refusing = {f"b1u{number}@ann" for number in range(45)}
+    cluster.run(30)
+    cluster.write(tmp_path)
+    recording = Recording(spark, str(tmp_path))
+    spanned = broker_span(recording, 20.0)
+    assert spanned is not None
+    span, windows = spanned
+    assert (span.begin, span.end, span.windows, span.move_s) == (BEGIN, BEGIN + 29, 2, 0.0) and windows >= 2
+    packed = packed_broker_windows(recording, span).collect()
+    found = {
+        row["window"]: unpacked_brokers(
+            row["window"], bytes(row["reports"]), bytes(row["interests"]), row["migrations"], row["pauses"], span
+        )
+        for row in packed
+    }
+    first, second = found[0], found[1]
+    assert (first.begin, second.end) == (BEGIN, BEGIN + 40) and len(second.reports) == len(cluster.reports), "a preroll"
+    recorded_ones = sorted(cluster.reports, key=lambda each: (each.at, each.report.broker))
+    for mine, theirs in zip(recorded_ones, second.reports, strict=True):
+        whole = replace(theirs.report, interests=mine.report.interests)
+        assert (theirs.at, whole) == (mine.at, mine.report)
+        columns = theirs.report.interests
+        assert sorted(columns.ids) == (sorted(mine.report.interests.ids) if mine.at % 10 == BEGIN % 10 else [])
+    moves = [(each.source, each.target, sorted(each.interests)) for each in (*first.migrations, *second.migrations)]
+    assert sorted(moves) == sorted((each.source, each.target, sorted(each.interests)) for each in cluster.migrations)
+    assert any(row["end"] == "deadline" for row in cluster.tables["broker_moves"]), "some did not move"
 
 
 def test_a_coordinator_decides_nothing_before_the_recorded_one_was_there_nor_while_it_was_paused(

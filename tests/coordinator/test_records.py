@@ -128,6 +128,8 @@ def test_a_dry_run_ends_with_its_decision_and_large_plans_have_rows_up_to_a_boun
     made = published.decided(decided(*(move(f"u{number}") for number in range(MOVES_RECORDED_MAX + 1))))
     assert len(made["broker_moves"]) == MOVES_RECORDED_MAX and made["broker_decisions"][0]["moves"] > MOVES_RECORDED_MAX
     assert len(made["broker_moves"][0]["interests"]) == INTERESTS_RECORDED_MAX
+    [later] = published.decided(replace(decided(move("u0")), number=2))["broker_moves"]
+    assert later["interests"] == (), "candidates are those of one decision"
 
 
 def test_settings_and_pauses_are_recorded_while_it_acts() -> None:
