@@ -13,7 +13,14 @@ from dynamoth.edge.control import MoveEnd, Stamp
 from dynamoth.protocol.records import unpack_rows
 from dynamoth.recording import COORDINATOR_TABLES
 from dynamoth_analytics.replay.brokers.replay import MOVE_S, BrokerWindow, RecordedMigration, RecordedReport
-from dynamoth_broker.coordinator.events import ControllerEvent, DecisionRecorded, MoveEnded, MoveUsers, Reported
+from dynamoth_broker.coordinator.events import (
+    Answered,
+    ControllerEvent,
+    DecisionRecorded,
+    MoveEnded,
+    MoveUsers,
+    Reported,
+)
 from dynamoth_broker.coordinator.model import LoadModel
 from dynamoth_broker.coordinator.records import Records
 from dynamoth_broker.coordinator.settings import CoordinatorOptions
@@ -86,9 +93,9 @@ class RecordedBrokers(ScriptedCluster):
             if event.moved:
                 self.migrations.append(RecordedMigration(self.at + MOVE_S, event.user, *self._moving[event.user]))
         else:
-            candidates = getattr(event, "candidates", None)
-            if candidates is not None:
-                self._records.on_candidates(candidates)
+            if isinstance(event, Answered):
+                self._records.on_asking(event.request)
+                self._records.on_candidates(event.request, event.candidates)
         self._records.tick(False, self.now)
         self._publish()
         super().send(event)

@@ -17,6 +17,7 @@ from dynamoth_broker.coordinator.events import Decision, Kind
 from dynamoth_broker.coordinator.model import Summary
 from dynamoth_broker.coordinator.plan import Change, Move, Outcome, Plan
 from dynamoth_broker.coordinator.records import (
+    CANDIDATES_REMEMBERED_MAX,
     INTERESTS_RECORDED_MAX,
     MOVES_RECORDED_MAX,
     SETTINGS_REPEAT_S,
@@ -51,6 +52,10 @@ class Published:
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         return read([bytes(send.args[2]) for send in self.records.publish(["s1"])])  # type: ignore[arg-type]
 
+    def offered(self, candidates: Candidates, request: int = 1) -> None:
+        self.records.on_asking(request)
+        self.records.on_candidates(request, candidates)
+
     def decided(self, decision: Decision, now: float = 6.0) -> dict[str, list[dict[str, Any]]]:
         self.records.on_decision(decision, now, {"b1": 0.71, "b2": 0.52})
         return self.rows()
@@ -68,7 +73,7 @@ def test_a_decision_is_recorded_when_it_is_made_has_settled_and_was_measured() -
     published = Published()
     users = ("left@ann", "gone@bob", "silent", "late")
     theirs = tuple(Candidate(user, (f"k{number}",)) for number, user in enumerate(users))
-    published.records.on_candidates(Candidates("b1", theirs, InterestColumns()))
+    published.offered(Candidates("b1", theirs, InterestColumns()))
     decision = decided(move("left@ann"), *(move(user, 0.8) for user in users[1:]))
     made = published.decided(decision)
     [row] = made["broker_decisions"]
@@ -124,12 +129,27 @@ def test_a_dry_run_ends_with_its_decision_and_large_plans_have_rows_up_to_a_boun
     published.records.on_asked([move("u1")], 6.0)
     published = Published()
     many = tuple(f"k{number}" for number in range(INTERESTS_RECORDED_MAX + 1))
-    published.records.on_candidates(Candidates("b1", (Candidate("u0", many),), InterestColumns()))
+    published.offered(Candidates("b1", (Candidate("u0", many),), InterestColumns()))
     made = published.decided(decided(*(move(f"u{number}") for number in range(MOVES_RECORDED_MAX + 1))))
     assert len(made["broker_moves"]) == MOVES_RECORDED_MAX and made["broker_decisions"][0]["moves"] > MOVES_RECORDED_MAX
     assert len(made["broker_moves"][0]["interests"]) == INTERESTS_RECORDED_MAX
     [later] = published.decided(replace(decided(move("u0")), number=2))["broker_moves"]
     assert later["interests"] == (), "candidates are those of one decision"
+
+
+def test_interests_are_those_of_the_latest_question_and_bounded() -> None:
+    published = Published()
+    published.offered(Candidates("b1", (Candidate("u1", ("old",)),), InterestColumns()))
+    published.records.on_asking(2)
+    published.records.on_candidates(1, Candidates("b1", (Candidate("u1", ("late",)),), InterestColumns()))
+    [row] = published.decided(decided(move("u1")))["broker_moves"]
+    assert row["interests"] == ()
+    many = tuple(Candidate(f"u{number}", ("k",)) for number in range(CANDIDATES_REMEMBERED_MAX + 1))
+    for _ in range(2):
+        published.offered(Candidates("b1", many, InterestColumns()), 3)
+    last, first = many[-1].user, many[0].user
+    rows = published.decided(replace(decided(move(last), move(first)), number=2))["broker_moves"]
+    assert [row["interests"] for row in rows] == [(), ("k",)]
 
 
 def test_settings_and_pauses_are_recorded_while_it_acts() -> None:

@@ -330,7 +330,7 @@ class CoordinatorMachine:
                 return self._on_report(stamp, message, now)
             case CandidatesOffer(request, candidates):
                 if self.controller.stage is Stage.ASKING:
-                    self._records.on_candidates(candidates)
+                    self._records.on_candidates(request, candidates)
                 return self._control(controlling.Answered(request, candidates), now)
             case MovesEnded(_, ends):
                 actions: list[CoordinatorAction] = []
@@ -373,6 +373,7 @@ class CoordinatorMachine:
         for action in self.controller.handle(event, now):
             match action:
                 case AskCandidates(request, broker, load, users_max, rest_s):
+                    self._records.on_asking(request)
                     wanted = CandidatesRequest(request, load, users_max, rest_s)
                     actions += self._publish(broker_channel(broker), wanted)
                 case MoveUsers(_, moves):

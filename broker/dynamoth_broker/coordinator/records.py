@@ -56,6 +56,10 @@ INTERESTS_RECORDED_MAX = 50
 ROWS_PER_MESSAGE_MAX = 500
 """Most rows of one message: some 300 KB with 20 interests each."""
 
+CANDIDATES_REMEMBERED_MAX = 20_000
+"""Most candidates of one decision whose interests are remembered: twice what it looks at by default. Anybody who
+reaches a server can send more."""
+
 SESSION_HASH_BYTES = 8
 
 KEY_BYTES_MAX = 64
@@ -105,7 +109,8 @@ class Records:
         self._decision = 0
         self._is_paused = False
         self._moving = _Moving({}, {}, {})
-        #: The interests of candidates for the decision that is being made.
+        #: The latest question for candidates, and the interests of those who are offered.
+        self._request = 0
         self._interests: dict[str, tuple[str, ...]] = {}
         #: Rows that are not published yet, by table.
         self._rows: dict[str, list[tuple[Any, ...]]] = {}
@@ -120,15 +125,24 @@ class Records:
     def end_term(self) -> None:
         """Forget what is not published, and the moves under way."""
         self._term, self._moving = 0, _Moving({}, {}, {})
+        self._request = 0
         self._rows.clear()
         self._interests.clear()
 
     # What happens.
 
-    def on_candidates(self, candidates: Candidates) -> None:
-        """Remember interests: a move that is decided names those of its user."""
-        for candidate in candidates.users:
-            self._interests[candidate.user] = candidate.interests
+    def on_asking(self, request: int) -> None:
+        """Note that brokers are asked for candidates, by one question each with the same number."""
+        if request != self._request:
+            self._request = request
+            self._interests.clear()
+
+    def on_candidates(self, request: int, candidates: Candidates) -> None:
+        """Remember interests: a move that is decided names those of its user. Other answers do not count."""
+        if request != self._request:
+            return
+        room = CANDIDATES_REMEMBERED_MAX - len(self._interests)
+        self._interests.update((each.user, each.interests) for each in candidates.users[: max(0, room)])
 
     def on_decision(self, decision: Decision, now: float, ratios: Mapping[str, float]) -> None:
         """Record a decision, as it is now. ``ratios``: the present load ratios, by broker."""
