@@ -95,6 +95,7 @@ class Citizen:
     async def _be_there(self, begin_s: float, ended: asyncio.Event, until_s: float | None) -> None:
         """Be connected until a time, or the end of the run."""
         async with Client(self._brokers, token=self._token, storage=self._storage) as client:
+            self._journal.write("back", user=self._plan.name, at=round(time.time(), 3))
             self._client = client
             tasks = [
                 asyncio.create_task(self._send_locations(client, begin_s)),
@@ -109,13 +110,8 @@ class Citizen:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                await self._let_finish()
                 self._moved, self._client = self._moved + client.moved, None
                 self._open.clear()
-
-    async def _let_finish(self) -> None:
-        """Give handlers a turn, so that what has arrived is handled; the rest comes again."""
-        await asyncio.sleep(0)
 
     async def _send_locations(self, client: Client, begin_s: float) -> None:
         """Tell the place once a second. A place that cannot be sent is not sent again: there is a newer one then."""
@@ -130,6 +126,9 @@ class Citizen:
                 self._locations["stored"] += 1
             except PublishFailed as error:
                 self._locations["unknown" if error.code == "unknown_outcome" else "refused"] += 1
+            except asyncio.CancelledError:
+                self._locations["unknown"] += 1
+                raise
 
     async def _keep_subscriptions(self, client: Client, begin_s: float) -> None:
         """Subscribe to what was subscribed to before an absence, and then to the rest, each at its time."""
@@ -168,7 +167,7 @@ class Citizen:
         name, interest = self._plan.name, item.interest.id
         if isinstance(item, Gap):
             self.gaps += 1
-            epoch, offset = ("", 0) if item.position is None else (item.position.epoch, item.position.offset)
+            epoch, offset = (0, 0) if item.position is None else (item.position.epoch, item.position.offset)
             missing = {"first": item.first, "last": item.last, "reason": item.reason}
             self._journal.write("gap", user=name, interest=interest, **missing, epoch=epoch, offset=offset)
             return
@@ -212,9 +211,7 @@ async def run(options: argparse.Namespace) -> None:
     plans = plan_users(town, int(end), options.seconds, options.seed)[int(first) :]
     maker = TokenMaker(options.keys)
     journal = Journal(options.journal)
-    citizens = [
-        Citizen(plan, town, options.brokers, maker.token(plan.name, [LOCATIONS]), journal) for plan in plans
-    ]
+    citizens = [Citizen(plan, town, options.brokers, maker.token(plan.name, [LOCATIONS]), journal) for plan in plans]
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     begin_s = time.monotonic() + options.begin - time.time() if options.begin else time.monotonic()

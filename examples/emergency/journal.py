@@ -3,10 +3,11 @@
 Kinds of entries (``is``), with times in Unix seconds:
 
     subscribed   user, query, params, interest, epoch, offset: a broker has confirmed; delivery begins behind the offset
+    back         user, at: the user is there, for the first time or after an absence
     ended        user, interest: the user has unsubscribed
     item         user, interest, epoch, offset, at, data: the handler got a result set
     same         user, interest, epoch, offset, at, digest: as item, of a result set that this journal has already
-    gap          user, interest, first, last, reason, epoch, offset: the handler got a gap, and goes on behind the offset
+    gap          user, interest, first, last, reason, epoch, offset: the handler got a gap; it goes on behind the offset
     refused      user, what, reason: a broker has refused something
     location     user, stored, unknown, refused: how many locations were sent, at the user's end
     report       id, at: a report was stored
@@ -38,13 +39,13 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._file = path.open("x", encoding="utf-8")
         #: Digests of the result sets that this journal has in full; their number is that of result sets.
-        self._written: set[tuple[str, str, int]] = set()
+        self._written: set[tuple[str, int, int]] = set()
 
     def write(self, kind: str, **fields: Any) -> None:
         """Write an entry."""
         self._file.write(json.dumps({"is": kind, **fields}, separators=(",", ":")) + "\n")
 
-    def write_item(self, user: str, interest: str, epoch: str, offset: int, at_s: float, data: bytes) -> None:
+    def write_item(self, user: str, interest: str, epoch: int, offset: int, at_s: float, data: bytes) -> None:
         """Write that a handler got a result set: in full where it is new here."""
         place = interest, epoch, offset
         fields = {"user": user, "interest": interest, "epoch": epoch, "offset": offset, "at": round(at_s, 3)}

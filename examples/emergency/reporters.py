@@ -2,8 +2,8 @@
 
     python -m emergency.reporters --brokers http://... http://... --keys keys.json --journal reporters.jsonl
 
-Reports have an id, so one whose answer was lost is sent again, to the next broker, and is stored once. Ends at SIGTERM or
-at the end of its standard input.
+Reports have an id, so one whose answer was lost is sent again, to the next broker, and is stored once. The process ends
+at SIGTERM, or at the end of its standard input.
 """
 
 from __future__ import annotations

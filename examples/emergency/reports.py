@@ -25,11 +25,20 @@ REPORT_BYTES = (200, 700)
 SEVERITIES = (1, 2, 3, 4, 5)
 SEVERITY_WEIGHTS = (5, 4, 3, 2, 1)
 
-WORDS = (
-    "the street is closed smoke from second floor people are leaving water rises near bridge please keep away help is on"
-    " its way several cars involved power is out in this block tree has fallen on tram line ambulance requested crossing"
-    " blocked windows broken stay inside and listen to radio"
-).split()
+PHRASES = (
+    "the street is closed",
+    "smoke from the second floor",
+    "people are leaving the building",
+    "water rises near the bridge",
+    "please keep away",
+    "help is on its way",
+    "several cars are involved",
+    "the power is out in this block",
+    "a tree has fallen on the tram line",
+    "an ambulance was requested",
+    "the crossing is blocked",
+    "stay inside and listen to the radio",
+)
 
 
 def draw_report(random: Random, reporter: str, number: int, place: Place, at_s: float) -> dict[str, object]:
@@ -57,8 +66,8 @@ def draw_report(random: Random, reporter: str, number: int, place: Place, at_s: 
     missing = length - len(encode(report))
     text = ""
     while len(text) < missing:
-        text += random.choice(WORDS) + " "
-    report["text"] = text[:missing].rstrip().ljust(max(0, missing), ".")
+        text += random.choice(PHRASES) + "; "
+    report["text"] = text[: max(0, missing)]
     return report
 
 

@@ -1,8 +1,8 @@
 """What every user does and when: logins, subscriptions, absences. Pure and seeded (BAD, section 6.1).
 
-Users log in during the first 4 of 30 minutes, and subscribe during the next 4: each to one to five of the seven queries,
-with one to three sets of parameters each. Some go away for a while and come back, and some unsubscribe again. A run of
-another length has the same proportions.
+Users log in during the first 4 of 30 minutes, and subscribe during the next 4: each to one to five of the seven
+queries, with one to three sets of parameters each. Some go away for a while and come back, and some unsubscribe again.
+A run of another length has the same proportions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ QUERY_WEIGHTS = {
 600 interests and 2,400 subscriptions, as in the paper."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedSubscription:
     """A subscription of a user. Times are seconds since the beginning of the run."""
 

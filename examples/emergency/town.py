@@ -117,7 +117,9 @@ def build_town(random: Random) -> Town:
     def off() -> float:
         return 0.5 + random.uniform(-JITTER_RATIO, JITTER_RATIO)
 
-    crossings = tuple(((column + off()) * width, (row + off()) * height) for row in range(ROWS) for column in range(COLUMNS))
+    crossings = tuple(
+        ((column + off()) * width, (row + off()) * height) for row in range(ROWS) for column in range(COLUMNS)
+    )
     streets = {(here, here + 1) for here in range(len(crossings)) if (here + 1) % COLUMNS}
     streets |= {(here, here + COLUMNS) for here in range(len(crossings) - COLUMNS)}
     for street in random.sample(sorted(streets), round(len(streets) * CLOSED_RATIO)):
