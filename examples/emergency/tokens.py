@@ -35,3 +35,11 @@ class TokenMaker:
         """Return a token with which ``subject`` may subscribe to every query, and publish on some names."""
         claims = {"sub": subject, "exp": time.time() + LIFETIME_S, "queries": ["*"], "publish": publish}
         return jwt.encode(claims, self._secret, "HS256", headers={"kid": self._id})
+
+    def subject(self, token: str) -> str | None:
+        """Return whose a token of this maker is; None for one that is not valid."""
+        try:
+            subject: str = jwt.decode(token, self._secret, ["HS256"])["sub"]
+        except (jwt.InvalidTokenError, KeyError):
+            return None
+        return subject
