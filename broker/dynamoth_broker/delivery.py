@@ -322,9 +322,11 @@ class Delivery:
             return []
         epoch, offset = publication.epoch, publication.offset
         is_open = interest.phase is Phase.OPEN
+        if is_open and epoch == interest.epoch and offset <= interest.tip:
+            return []
+        if publication.payload is None:  # a notice
+            return self.read_behind_tip(interest, now)
         if is_open and epoch == interest.epoch:
-            if offset <= interest.tip:
-                return []
             if offset == interest.tip + 1:
                 actions = [self._deliver(interest, offset, publication.payload)]
                 return actions if not interest.pending else [*actions, *self._deliver_pending(interest, now)]

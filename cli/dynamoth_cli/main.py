@@ -78,6 +78,9 @@ COMMANDS = {
     "record": Command("dynamoth_cli.commands.record", "record what happens in a cluster, as Parquet files", "record"),
     "report": Command("dynamoth_analytics.report", "explain a recording: tables, and a page to read", "analytics"),
     "what-if": Command("dynamoth_analytics.what_if", "replay a recording under other settings", "analytics"),
+    "data-cluster": Command(
+        "dynamoth_cli.commands.data_cluster", "run the data cluster, which executes standing queries", "analytics"
+    ),
     "sim": Command("dynamoth_cli.commands.sim", "try thousands of interleavings and faults in the simulator"),
 }
 

@@ -85,8 +85,15 @@ class Dataset:
     waiting_max: int = 500_000
     #: Fields that have to equal a claim of the user's token, for records that users publish: ``{"user": "$sub"}``.
     bind: tuple[tuple[str, str], ...] = ()
+    #: Of a static dataset: counts how often it was loaded. 0: never.
+    loaded: int = 0
     #: Counts the changes of the definition, from 1.
     version: int = 1
+
+    @property
+    def stream(self) -> str:
+        """The name of its partitions: each load of a static dataset has partitions of its own."""
+        return f"{self.name}@{self.loaded}" if self.kind == "static" else self.name
 
     @cached_property
     def by_name(self) -> dict[str, Field]:
@@ -179,6 +186,7 @@ _SETTINGS: dict[str, type | tuple[type, ...]] = {
     "record_bytes_max": int,
     "waiting_max": int,
     "bind": dict,
+    "loaded": int,
     "version": int,
 }
 

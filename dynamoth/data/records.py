@@ -119,7 +119,7 @@ def append_records_command(
         run_id: of the process of the server at the other end; empty where the server loses nothing when it restarts.
 
     """
-    keys = partition_keys(partition_name(dataset.name, partition))
+    keys = partition_keys(partition_name(dataset.stream, partition))
     remembered_ms = round(dataset.duplicate_s * 1000) if dataset.id else 0
     arguments: list[bytes] = [run_id.encode(), b"%d" % dataset.waiting_max, b"%d" % remembered_ms]
     for value, id_ in records:

@@ -78,6 +78,40 @@ return {epoch, offset, 1}
 """
 )
 
+APPEND_MANY_SCRIPT = b"""redis.replicate_commands()
+local run, ttl, term, execution, reply = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), {}
+for i = 1, #KEYS, 2 do
+  local key, stream = KEYS[i], KEYS[i + 1]
+  local meta = redis.call('HMGET', key, 'run', 'epoch', 'offset', 'term', 'execution', 'executed_at')
+  local epoch, offset = meta[2], tonumber(meta[3])
+  if not epoch or (run ~= '' and meta[1] ~= run) then
+    epoch, offset, meta[5] = ARGV[i + 5], 0, false
+    redis.call('DEL', stream)
+    redis.call('HDEL', key, 'execution')
+    redis.call('HSET', key, 'run', run, 'epoch', epoch, 'offset', 0)
+  end
+  redis.call('PEXPIRE', key, ttl)
+  if meta[4] and tonumber(meta[4]) > term then
+    return redis.error_reply('FENCED by a newer writer, term ' .. meta[4])
+  end
+  local is_new = 1
+  if meta[5] and tonumber(meta[5]) >= execution then
+    is_new = (tonumber(meta[5]) == execution and meta[6]) and 0 or 2
+    if is_new == 0 then offset = tonumber(meta[6]) end
+  else
+    offset = offset + 1
+    redis.call('XADD', stream, 'MAXLEN', '~', ARGV[5], offset .. '-0', 'd', ARGV[i + 6])
+    redis.call('HSET', key, 'offset', offset, 'term', term, 'execution', execution, 'executed_at', offset)
+  end
+  redis.call('PEXPIRE', stream, ttl)
+  reply[#reply + 1] = epoch
+  reply[#reply + 1] = offset
+  reply[#reply + 1] = is_new
+end
+return reply
+"""
+"""Appends one publication to each of many logs, with one execution: for each, what ``APPEND_SCRIPT`` does."""
+
 READ_SCRIPT = (
     BEGIN
     + b"""local first = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
@@ -202,6 +236,38 @@ def append_command(
         b"EVAL", APPEND_SCRIPT, b"2", *log_keys(interest_id), *begin_arguments(run_id, new_epoch, options),
         b"%d" % term, b"%d" % execution, b"%d" % options.retained_min, payload,
     )  # fmt: skip
+
+
+def append_many_command(
+    publications: Sequence[tuple[str, bytes, int]], run_id: str, options: LogOptions, term: int, execution: int
+) -> tuple[CommandPart, ...]:
+    """Return the command that appends one publication to each of several logs of one server.
+
+    Args:
+        publications: id of the interest, payload, and a random number for the case that the log is new.
+        run_id: of the process of the server at the other end of the connection.
+        options: how long they are kept.
+        term: of the writer; see ``append_command``.
+        execution: the same for all of them, 1 or more.
+
+    """
+    keys = [key for interest_id, _, _ in publications for key in log_keys(interest_id)]
+    run, _, ttl = begin_arguments(run_id, 0, options)
+    arguments = [part for _, payload, epoch in publications for part in (b"%016x" % epoch, payload)]
+    return (
+        b"EVAL", APPEND_MANY_SCRIPT, b"%d" % len(keys), *keys, run, ttl, b"%d" % term, b"%d" % execution,
+        b"%d" % options.retained_min, *arguments,
+    )  # fmt: skip
+
+
+@parser("the reply of a log's server")
+def parse_appended_many(reply: Any) -> list[Appended]:
+    """Read the reply of ``append_many_command``. Raises MalformedMessage."""
+    values = read_array(reply)
+    return [
+        Appended(read_epoch(epoch), int(offset), is_new == 1, is_new != 2)
+        for epoch, offset, is_new in zip(values[::3], values[1::3], values[2::3], strict=True)
+    ]
 
 
 def read_command(

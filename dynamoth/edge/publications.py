@@ -23,7 +23,8 @@ class LoggedPublication:
 
     epoch: int
     offset: int
-    payload: bytes
+    #: None: a notice, whoever wants it reads it in the log.
+    payload: bytes | None
 
 
 def pack_publication(publication: LoggedPublication) -> bytes:
@@ -35,4 +36,6 @@ def pack_publication(publication: LoggedPublication) -> bytes:
 def unpack_publication(data: bytes) -> LoggedPublication:
     """Read a payload of an interest's channel. Raises MalformedMessage."""
     epoch, offset, payload = read_array(unpack(data))
-    return LoggedPublication(read_natural(epoch), read_natural(offset), read_bytes(payload))
+    return LoggedPublication(
+        read_natural(epoch), read_natural(offset), None if payload is None else read_bytes(payload)
+    )

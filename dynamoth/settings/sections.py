@@ -563,6 +563,23 @@ class CoordinatorSettings(MigrationSettings, HttpSettings):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataClusterSettings(HttpSettings):
+    """Settings of a data cluster."""
+
+    logs: str = setting("", "the log servers, as ID=URL separated by spaces; the same list as broker.logs")
+    folder: str = setting("data-cluster", "where the archive, snapshots and checkpoints are kept")
+    master: str = setting("", "the Spark master; empty: local[*]")
+    archive_s: float = setting(30.0, "records are copied to the archive this often", unit="s", minimum=1)
+    hot_records: int = setting(
+        100_000, "records of each partition that stay at Redis when they are archived", minimum=100
+    )
+    log_ttl_s: float = setting(
+        604_800.0, "as broker.log_ttl_s", unit="s", minimum=1, maximum=31_536_000
+    )
+    log_durable: bool = setting(False, "as broker.log_durable")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
     """Settings of the log on stderr."""
@@ -583,4 +600,5 @@ class Config:
     recorder: RecorderSettings = RecorderSettings()
     broker: BrokerSettings = BrokerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
+    data_cluster: DataClusterSettings = DataClusterSettings()
     log: LogSettings = LogSettings()

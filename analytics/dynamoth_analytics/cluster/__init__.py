@@ -1,0 +1,1 @@
+"""The data cluster: datasets and standing queries on Spark."""

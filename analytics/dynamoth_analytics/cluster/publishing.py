@@ -1,0 +1,157 @@
+"""Publishes result sets, inside Spark's workers: appends them to the logs of their interests, and then notifies brokers.
+
+An append is idempotent by execution, and fenced by term. So a task that Spark repeats, or an execution that is repeated
+after a crash, stores each result set once. It publishes again, and brokers drop what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import redis.exceptions
+
+from dynamoth.data.results import result_payload, too_large_payload
+from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
+from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
+from dynamoth.edge.publications import LoggedPublication, pack_publication
+from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_client.asyncio import Redis
+from dynamoth_client.asyncio import from_url as connect
+
+APPENDS_PER_COMMAND = 200
+"""Result sets of one command: a log server executes nothing else meanwhile, a few milliseconds."""
+
+COMMAND_BYTES_MAX = 1_000_000
+
+RETRY_S_MAX = 30.0
+"""A log server that fails is tried again for so long, before the execution fails."""
+
+METRICS_SCHEMA = "result_sets long, rows long, bytes long, repeated long, too_large long, unpublished long"
+
+_log = logging.getLogger(__name__)
+
+
+class Fenced(DynamothError):
+    """Raised when a data cluster with a larger term has taken over: this one has to end."""
+
+    code = "fenced"
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How the result sets of one execution are published."""
+
+    servers: LogServers
+    cluster_url: str
+    query: str
+    version: int
+    execution: int
+    tick_ms: int
+    term: int
+    inline_bytes_max: int
+    result_bytes_max: int
+    retained_min: int
+    ttl_s: float
+
+    def publish(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Publish Arrow batches with the columns interest, rows and result; yield one batch of ``METRICS_SCHEMA``."""
+        import pyarrow as arrow  # pyright: ignore[reportMissingTypeStubs] workers import it when they need it
+
+        counts = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
+        by_server: dict[str, list[tuple[str, bytes]]] = {id_: [] for id_ in self.servers.ids}
+        sizes = dict.fromkeys(by_server, 0)
+        for batch in batches:
+            columns = (batch.column(name).to_pylist() for name in ("interest", "rows", "result"))
+            for interest, rows, result in zip(*columns, strict=True):
+                payload = self._payload(rows, result, counts)
+                counts["rows"] += rows
+                counts["bytes"] += len(payload)
+                server = log_server(interest, self.servers.ids)
+                by_server[server].append((interest, payload))
+                sizes[server] += len(payload)
+                if len(by_server[server]) >= APPENDS_PER_COMMAND or sizes[server] >= COMMAND_BYTES_MAX:
+                    self._publish(server, by_server[server], counts)
+                    by_server[server], sizes[server] = [], 0
+        for server, waiting in by_server.items():
+            if waiting:
+                self._publish(server, waiting, counts)
+        yield arrow.RecordBatch.from_pydict({name: [count] for name, count in counts.items()})
+
+    def _payload(self, rows: int, result: str, counts: dict[str, int]) -> bytes:
+        payload = result_payload(self.query, self.version, self.execution, self.tick_ms, result)
+        if len(payload) <= self.result_bytes_max:
+            return payload
+        counts["too_large"] += 1
+        size = len(payload)
+        return too_large_payload(
+            self.query, self.version, self.execution, self.tick_ms, rows, size, self.result_bytes_max
+        )
+
+    def _publish(self, server: str, results: Sequence[tuple[str, bytes]], counts: dict[str, int]) -> None:
+        """Append to the logs of one server, and publish what was appended."""
+        options = LogOptions(self.retained_min, self.ttl_s, self.servers.durable)
+        deadline = time.monotonic() + RETRY_S_MAX
+        while True:
+            try:
+                run_id = self.servers.run_id(server)
+                new = [(interest, payload, secrets.randbits(64)) for interest, payload in results]
+                reply = self.servers.run(server, append_many_command(new, run_id, options, self.term, self.execution))
+                break
+            except LogServerFailed as error:
+                if is_fenced(str(error.__cause__)):
+                    raise Fenced(f"another data cluster has taken over: {error}") from error
+                if time.monotonic() > deadline:
+                    raise
+                _log.warning("%s; trying again", error)
+                time.sleep(0.5)  # a server that restarts needs that long at least
+        messages: list[tuple[bytes, bytes]] = []
+        for (interest, payload), appended in zip(results, parse_appended_many(reply), strict=True):
+            counts["result_sets"] += 1
+            counts["repeated"] += not appended.is_new
+            if not appended.is_exact:
+                continue
+            inline = payload if len(payload) <= self.inline_bytes_max else None
+            publication = LoggedPublication(appended.epoch, appended.offset, inline)
+            messages.append((LOG_CHANNEL_PREFIX + interest.encode(), pack_publication(publication)))
+        counts["unpublished"] += _publisher(self.cluster_url).publish(messages)
+
+
+class _Publisher:
+    """The Dynamoth client of one worker process, on an event loop in a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client: Redis | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="dynamoth publisher", daemon=True).start()
+
+    def publish(self, messages: Sequence[tuple[bytes, bytes]]) -> int:
+        """Publish; return how many could not be: brokers find those when they compare the ends of logs."""
+        return asyncio.run_coroutine_threadsafe(self._publish(messages), self._loop).result()
+
+    async def _publish(self, messages: Sequence[tuple[bytes, bytes]]) -> int:
+        if self._client is None:
+            self._client = connect(self._url)
+        client = self._client
+        results = await asyncio.gather(*(client.publish(*each) for each in messages), return_exceptions=True)
+        failed = [each for each in results if isinstance(each, BaseException)]
+        for error in failed:
+            if not isinstance(error, redis.exceptions.RedisError):
+                raise error
+        if failed:
+            _log.warning("%d notifications were not published: brokers compare the ends of logs: %s", len(failed), failed[0])
+        return len(failed)
+
+
+@cache
+def _publisher(url: str) -> _Publisher:
+    return _Publisher(url)

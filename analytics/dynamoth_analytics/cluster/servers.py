@@ -1,0 +1,122 @@
+"""The log servers, for code that runs in threads: Spark's driver, its planner and its workers.
+
+A ``LogServers`` is only a description, which Spark copies to other processes. Connections belong to the process: each
+has one pool per server, which all of its tasks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import redis
+import redis.exceptions
+
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, catalog_of, merged, parse_entries
+from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.machine.events import CommandPart
+from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
+from dynamoth_link.urls import parse_server_url, redact
+
+T = TypeVar("T")
+
+TIMEOUT_S = 10.0
+
+
+class LogServerFailed(DynamothError):
+    """Raised when a log server cannot be reached, or refuses a command."""
+
+    code = "log-server"
+
+
+@cache
+def _connections(url: str) -> redis.Redis:
+    """Return the connections of this process to a server."""
+    return redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, health_check_interval=30)
+
+
+@dataclass(frozen=True)
+class LogServers:
+    """Which log servers there are: id and URL of each. Made by ``read_servers``."""
+
+    urls: tuple[tuple[str, str], ...]
+    #: Whether they lose nothing when they restart.
+    durable: bool = False
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids, in the order of the configuration."""
+        return tuple(id_ for id_, _ in self.urls)
+
+    def run(self, server: str, command: Sequence[CommandPart]) -> Any:
+        """Execute one command. Raises LogServerFailed."""
+        return self._try(server, lambda client: client.execute_command(*command))
+
+    def run_all(self, server: str, commands: Iterable[Sequence[CommandPart]]) -> list[Any]:
+        """Execute commands together; return their replies. Raises LogServerFailed for the first that fails."""
+
+        def execute(client: redis.Redis) -> list[Any]:
+            with client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return pipeline.execute()
+
+        return self._try(server, execute)
+
+    def run_id(self, server: str) -> str:
+        """Return the run id of a server's process; empty where the servers are durable. Raises LogServerFailed."""
+        if self.durable:
+            return ""
+        return str(self._try(server, lambda client: client.info("server"))["run_id"])
+
+    def catalog(self) -> Catalog:
+        """Return the definitions that most recent writers have left at any server. Raises LogServerFailed."""
+        replies = [self.run_all(id_, [(b"HGETALL", DATASETS_KEY), (b"HGETALL", QUERIES_KEY)]) for id_ in self.ids]
+        return catalog_of(
+            merged(parse_entries(datasets) for datasets, _ in replies),
+            merged(parse_entries(queries) for _, queries in replies),
+        )
+
+    def server_of(self, partition: str) -> str:
+        """Return which server has a partition."""
+        return partition_server(partition, self.ids)
+
+    def tips(self, partitions: Mapping[str, int]) -> dict[str, int]:
+        """Return the last offset of each partition of these datasets, which have so many; 0 where there is nothing.
+
+        Raises LogServerFailed.
+        """
+        by_server: dict[str, list[str]] = {}
+        for dataset, count in partitions.items():
+            for number in range(count):
+                name = partition_name(dataset, number)
+                by_server.setdefault(self.server_of(name), []).append(name)
+        return {
+            name: parse_tip(reply)[0]
+            for server, names in by_server.items()
+            for name, reply in zip(names, self.run_all(server, map(tip_command, names)), strict=True)
+        }
+
+    def _try(self, server: str, execute: Callable[[redis.Redis], T]) -> T:
+        url = dict(self.urls)[server]
+        try:
+            return execute(_connections(url))
+        except redis.exceptions.RedisError as error:
+            raise LogServerFailed(f"log server {server} ({redact(url)}): {error}") from error
+
+
+def read_servers(text: str, *, durable: bool = False) -> LogServers:
+    """Read a list ``ID=URL ...``, as in ``data_cluster.logs``. Raises ConfigError."""
+    urls: dict[str, str] = {}
+    for word in text.split():
+        id_, _, url = word.partition("=")
+        if not SERVER_ID.fullmatch(id_) or not url or id_ in urls:
+            raise ConfigError(f"logs: {redact(word)}: ID=URL expected, each ID once and {SERVER_ID_WORDS}")
+        parse_server_url(url)
+        urls[id_] = url
+    if not urls:
+        raise ConfigError("logs: name the log servers of the brokers, as l1=redis://HOST:PORT")
+    return LogServers(tuple(urls.items()), durable)

@@ -1,0 +1,208 @@
+"""The Spark source of datasets: ``spark.readStream.format("dynamoth")``, and ``spark.read`` for a range.
+
+>>> spark.dataSource.register(DynamothSource)
+>>> reports = (
+...     spark.readStream.format("dynamoth")
+...     .option("logs", "l1=redis://10.0.0.3:6379")
+...     .option("dataset", "reports")
+...     .load()
+... )
+
+Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arrived``. Options:
+
+==================  ===============================================================================================
+``logs``            the log servers, ``ID=URL`` separated by spaces: those of the brokers
+``dataset``         its name
+``archive``         the folder of the data cluster's archive, for records that are no longer at Redis
+``from``            of a stream: ``begin`` (default): from the first record on; ``now``: what is stored from now on
+``period_s``        of a stream: its ends are those of ticks, this far apart; 0 (default): whatever is there
+``phase_s``         of a stream: ticks are so many seconds after the multiples of ``period_s``
+``also``            of a stream: names of other datasets, separated by commas, whose ends are recorded in the offsets
+``start``, ``end``  offsets as JSON: of a batch its range; of a stream where it begins, and the end of its first window
+==================  ===============================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
+
+from dynamoth.data.datasets import Dataset
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth_analytics.cluster.reading import read_range, record_schema
+from dynamoth_analytics.cluster.servers import LogServers, read_servers
+
+
+class RecordsLost(DynamothError):
+    """Raised when a dataset ends before where a stream has read it already: its server has lost records."""
+
+    code = "records-lost"
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Where a window ends: the last offset of each partition, the tick, and the versions of static datasets."""
+
+    tick_ms: int
+    offsets: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them as Spark keeps them."""
+        return {"tick_ms": self.tick_ms, "offsets": dict(self.offsets)}
+
+
+def read_offsets(value: Mapping[str, Any]) -> Offsets:
+    """Read what ``Offsets.to_json`` returns."""
+    return Offsets(value["tick_ms"], value["offsets"])
+
+
+@dataclass
+class _Range(InputPartition):
+    """What one task reads."""
+
+    number: int
+    after: int
+    until: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a dataset is: all that a task needs."""
+
+    servers: LogServers
+    dataset: Dataset
+    archive: Path | None
+
+    def ranges(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[_Range]:
+        """Return what is to be read between offsets, one range for each partition."""
+        found: list[_Range] = []
+        for number in range(self.dataset.partitions):
+            name = f"{self.dataset.stream}/{number}"
+            after, until = start.get(name, 0), end.get(name, 0)
+            if until > after:
+                found.append(_Range(number, after, until))
+        return found
+
+    def read(self, part: InputPartition) -> Iterator[Any]:
+        """Yield the Arrow batches of a range."""
+        assert isinstance(part, _Range), "ranges made it"
+        return read_range(self.servers, self.dataset, part.number, part.after, part.until, self.archive)
+
+
+class DynamothSource(DataSource):
+    """Registered as ``dynamoth``."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name of the format."""
+        return "dynamoth"
+
+    def _place(self) -> _Place:
+        servers = read_servers(self.options.get("logs", ""), durable=self.options.get("durable") == "true")
+        name = self.options.get("dataset", "")
+        dataset = servers.catalog().dataset(name)
+        if dataset is None:
+            raise ConfigError(f"there is no dataset {name!r}: `dynamoth dataset list` shows those that there are")
+        archive = self.options.get("archive")
+        return _Place(servers, dataset, Path(archive) if archive else None)
+
+    def schema(self) -> StructType:
+        """Return the columns: those of the dataset's definition, and three of ours."""
+        return from_arrow_schema(record_schema(self._place().dataset))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Return the reader of a range."""
+        start, end = self.options.get("start"), self.options.get("end")
+        place = self._place()
+        until = json.loads(end)["offsets"] if end else place.servers.tips({place.dataset.stream: place.dataset.partitions})
+        return _Reader(place, json.loads(start)["offsets"] if start else {}, until)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """Return the reader of a stream."""
+        return _StreamReader(self._place(), dict(self.options))
+
+
+class _Reader(DataSourceReader):
+    def __init__(self, place: _Place, start: Mapping[str, int], end: Mapping[str, int]) -> None:
+        self._place = place
+        self._start = start
+        self._end = end
+
+    def partitions(self) -> Sequence[InputPartition]:
+        return self._place.ranges(self._start, self._end) or [_Range(0, 0, 0)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return self._place.read(partition)
+
+
+class _StreamReader(DataSourceStreamReader):
+    """The offsets of a stream end with those of the latest tick that has passed.
+
+    Spark asks for them each second. Before the next tick it gets the same ones again, and does nothing. When executions
+    take longer than a period, the next window reaches to the latest tick, and covers those between.
+    """
+
+    def __init__(self, place: _Place, options: Mapping[str, str]) -> None:
+        self._place = place
+        self._period_ms = round(float(options.get("period_s", "0")) * 1000)
+        self._phase_ms = round(float(options.get("phase_s", "0")) * 1000)
+        self._is_from_now = options.get("from", "begin") == "now"
+        self._start = options.get("start")
+        self._first_end = options.get("end")
+        catalog = place.servers.catalog()
+        others = [catalog.dataset(name) for name in options.get("also", "").split(",") if name]
+        self._counts = {each.stream: each.partitions for each in (place.dataset, *others) if each is not None}
+        self._last: dict[str, Any] | None = None
+
+    def initialOffset(self) -> dict[str, Any]:
+        if self._start:
+            return dict(json.loads(self._start))
+        tips = self._place.servers.tips(self._counts) if self._is_from_now else dict.fromkeys(self._names(), 0)
+        return Offsets(self._tick_ms(), tips).to_json()
+
+    def _names(self) -> list[str]:
+        return [f"{name}/{number}" for name, count in self._counts.items() for number in range(count)]
+
+    def _tick_ms(self) -> int:
+        now = int(time.time() * 1000)
+        if not self._period_ms:
+            return now
+        return (now - self._phase_ms) // self._period_ms * self._period_ms + self._phase_ms
+
+    def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
+        if self._first_end is not None:
+            first_end, self._first_end = json.loads(self._first_end), None
+            if first_end["tick_ms"] > start["tick_ms"]:
+                return dict(first_end)
+        tick_ms = self._tick_ms()
+        if tick_ms <= start["tick_ms"]:
+            return start
+        tips = self._place.servers.tips(self._counts)
+        before: dict[str, int] = start["offsets"]
+        own = f"{self._place.dataset.stream}/"
+        is_new = False
+        for name, tip in tips.items():
+            if tip < before.get(name, 0):
+                raise RecordsLost(
+                    f"partition {name} ends at offset {tip}, and was read up to {before[name]}: its log server has lost"
+                    " records. Restore the server, or `dynamoth query restart` to go on with what there is"
+                )
+            is_new |= name.startswith(own) and tip > before.get(name, 0)
+        return Offsets(tick_ms, tips).to_json() if is_new else start
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        return self._place.ranges(start["offsets"], end["offsets"]) or [_Range(0, 0, 0)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return self._place.read(partition)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Do nothing: records are trimmed when they are archived."""
