@@ -105,8 +105,8 @@ def read_executions(folder: Path) -> dict[str, list[Execution]]:
     for file in sorted(folder.rglob("*.jsonl")):
         for line in file.read_text().splitlines():
             entry = json.loads(line)
-            window = Window(offsets_of(entry["start"]), offsets_of(entry["end"]))
-            execution = Execution(entry["query"], entry["execution"], entry["tick_ms"], window)
+            window = Window(offsets_of(entry["start"]["offsets"]), offsets_of(entry["end"]["offsets"]))
+            execution = Execution(entry["query"], entry["execution"], entry["end"]["tick_ms"], window, entry["seconds"])
             found[execution.query][execution.number] = execution
     return {query: [numbers[number] for number in sorted(numbers)] for query, numbers in found.items()}
 
@@ -137,12 +137,15 @@ def audit(options: argparse.Namespace) -> dict[str, Any]:
     """Judge a run. Returns figures; ``faults`` is 0 where all is well."""
     faults = Faults()
     servers: list[Server] = [redis.Redis.from_url(each.partition("=")[2]) for each in options.logs]
-    definitions = tomllib.loads(DEFINITIONS.read_text())
-    queries: Mapping[str, Any] = definitions["queries"]
+    datasets: dict[str, Any] = {}
+    queries: dict[str, Any] = {}
+    for file in options.definitions:
+        definitions = tomllib.loads(file.read_text())
+        datasets |= definitions.get("datasets", {})
+        queries |= definitions.get("queries", {})
 
     def read(name: str) -> Any:
-        partitions = definitions["datasets"][name]["partitions"]
-        return read_dataset(options.folder / "archive", servers, name, partitions, faults)
+        return read_dataset(options.folder / "archive", servers, name, datasets[name]["partitions"], faults)
 
     history = History(read("reports"), read("user_locations"), read_shelters(options.shelters))
     executions = read_executions(options.folder / "executions")
@@ -155,6 +158,9 @@ def audit(options: argparse.Namespace) -> dict[str, Any]:
     summary["ticks_skipped"] = {
         query: judge_executions(executions.get(query, ()), history, queries[query]["period_s"], faults)
         for query in queries
+    }
+    summary["overruns"] = {
+        query: sum(each.seconds > queries[query]["period_s"] for each in executions.get(query, ())) for query in queries
     }
     log_judge = LogJudge(history, executions, faults)
     for interest, log in interests:
@@ -229,6 +235,7 @@ def main() -> int:
     parser.add_argument("--logs", nargs="+", required=True, metavar="ID=URL", help="the log servers")
     parser.add_argument("--shelters", type=Path, required=True, help="the file that was loaded")
     parser.add_argument("--journals", type=Path, required=True, help="folder of citizens*.jsonl, reporters*.jsonl")
+    parser.add_argument("--definitions", type=Path, nargs="+", default=[DEFINITIONS], metavar="FILE")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     summary = audit(options)

@@ -208,7 +208,7 @@ async def run(options: argparse.Namespace) -> None:
     """Let all users live until the end."""
     town = build_town(Random(options.seed))
     first, _, end = options.users.partition(":")
-    plans = plan_users(town, int(end), options.seconds, options.seed)[int(first) :]
+    plans = plan_users(town, int(end), options.seconds, options.seed, hurried=options.hurried)[int(first) :]
     maker = TokenMaker(options.keys)
     journal = Journal(options.journal)
     citizens = [Citizen(plan, town, options.brokers, maker.token(plan.name, [LOCATIONS]), journal) for plan in plans]
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0, help="length of the run, to which the plans are fit")
     parser.add_argument("--begin", type=float, default=0.0, metavar="UNIX", help="when the run began; 0: now")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hurried", action="store_true", help="one user has report_counts_hurried, too")
     asyncio.run(run(parser.parse_args()))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from emergency.scenario import HURRIED_SUFFIX
+
 Row = Mapping[str, Any]
 """Times are milliseconds since 1970."""
 
@@ -103,27 +105,27 @@ def is_near(a: Row, lat: float, lon: float, metres: float) -> bool:
 
 def evaluate(query: str, params: Row, view: View) -> list[dict[str, Any]]:
     """Return the rows of a query for one set of parameters, in their order; none: nothing is published."""
-    return QUERIES[query](params, view)
+    return QUERIES[query.removesuffix(HURRIED_SUFFIX)](params, view)
 
 
 def reports_of_type(params: Row, view: View) -> list[dict[str, Any]]:
     """Event type."""
-    return _reports(view.by_type[params["type"]], "id type severity lat lon at")
+    return _reports(view.by_type[params["type"]], "at id type severity lat lon")
 
 
 def reports_near_place(params: Row, view: View) -> list[dict[str, Any]]:
     """Event type and event place."""
-    return _reports(_near(view.by_type[params["type"]], params, params), "id type severity lat lon at text")
+    return _reports(_near(view.by_type[params["type"]], params, params), "at id type severity lat lon text")
 
 
 def reports_near_me(params: Row, view: View) -> list[dict[str, Any]]:
     """The user's place."""
-    return _reports(_near_user(view.reports, params, view), "id type severity lat lon at text")
+    return _reports(_near_user(view.reports, params, view), "at id type severity lat lon text")
 
 
 def reports_of_type_near_me(params: Row, view: View) -> list[dict[str, Any]]:
     """Event type and the user's place."""
-    return _reports(_near_user(view.by_type[params["type"]], params, view), "id severity lat lon at text")
+    return _reports(_near_user(view.by_type[params["type"]], params, view), "at id severity lat lon text")
 
 
 def shelters_near_me(params: Row, view: View) -> list[dict[str, Any]]:
@@ -150,7 +152,7 @@ def report_counts(params: Row, view: View) -> list[dict[str, Any]]:
 def people_near_reports(params: Row, view: View) -> list[dict[str, Any]]:
     """How many people are near each report of a type."""
     rows: list[dict[str, Any]] = []
-    for report in _reports(view.by_type[params["type"]], "id severity lat lon at"):
+    for report in _reports(view.by_type[params["type"]], "at id severity lat lon"):
         people = sum(is_near(place, report["lat"], report["lon"], PEOPLE_RADIUS_M) for place in view.places.values())
         if people:
             rows.append({**report, "people": people})

@@ -34,6 +34,8 @@ class Execution:
     number: int
     tick_ms: int
     window: Window
+    #: How long it took.
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ A run of another length has the same proportions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from emergency.reports import TYPES
@@ -32,6 +32,9 @@ UNSUBSCRIBE_RATIO = 0.1
 
 PLACE_RADIUSES_M = (500.0, 1000.0)
 OWN_RADIUSES_M = (300.0, 600.0, 1000.0)
+
+HURRIED_SUFFIX = "_hurried"
+"""A query whose name has this suffix is the one without it, with a shorter period."""
 
 Parameters = dict[str, str | float]
 
@@ -73,9 +76,17 @@ class UserPlan:
     away_s: tuple[float, float] | None
 
 
-def plan_users(town: Town, count: int, length_s: float, seed: int) -> list[UserPlan]:
-    """Return the plans of all users, named ``u000`` and so on; the same for the same arguments."""
-    return [_plan_user(town, f"u{number:03}", length_s, Random(f"{seed} user {number}")) for number in range(count)]
+def plan_users(town: Town, count: int, length_s: float, seed: int, *, hurried: bool = False) -> list[UserPlan]:
+    """Return the plans of all users, named ``u000`` and so on; the same for the same arguments.
+
+    With ``hurried``, the first user subscribes to ``report_counts_hurried``, too, a query of the demo.
+    """
+    plans = [_plan_user(town, f"u{number:03}", length_s, Random(f"{seed} user {number}")) for number in range(count)]
+    if hurried and plans:
+        params = draw_parameters(town, "report_counts", plans[0].name, Random(seed))
+        more = PlannedSubscription("report_counts" + HURRIED_SUFFIX, params, SUBSCRIBE_RATIO * length_s)
+        plans[0] = replace(plans[0], subscriptions=(more, *plans[0].subscriptions))
+    return plans
 
 
 def _plan_user(town: Town, name: str, length_s: float, random: Random) -> UserPlan:
