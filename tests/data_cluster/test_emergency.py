@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
+import shutil
+import subprocess
+import threading
 import tomllib
 from dataclasses import asdict
 from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 
@@ -35,6 +42,8 @@ from emergency.judge import (
 )
 from emergency.reports import REPORT_BYTES, TYPES, draw_report, encode
 from emergency.scenario import QUERY_WEIGHTS, plan_users
+from emergency.serve import make_server
+from emergency.tokens import make_keys
 from emergency.town import HEIGHT_M, WIDTH_M, Place, Walker, build_town, draw_shelters, to_place, vehicle
 
 FOLDER = Path(emergency.__file__).parent
@@ -403,3 +412,94 @@ def test_shelters_fit_their_dataset() -> None:
     assert len(shelters) == 200
     for shelter in shelters:
         dataset.normalize(encode(shelter), 0.0)
+
+
+# The page.
+
+WALK = """
+import { bounds, nearest, stepper, way } from "./walk.js";
+import { readFileSync } from "node:fs";
+const { crossings, neighbours } = JSON.parse(readFileSync(0));
+const box = bounds(crossings);
+const points = crossings.map(([lat, lon]) => box.point(lat, lon));
+const walk = stepper(points, 0);
+const found = way(points, neighbours, 0, points.length - 1);
+walk.follow(found);
+const places = [];
+while (!walk.isThere) places.push(box.place(walk.step(5)));
+const back = crossings.map(([lat, lon]) => box.place(box.point(lat, lon)));
+console.log(JSON.stringify({ way: found, places, back }));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_the_page_walks_as_the_town_does() -> None:
+    town = build_town(Random(1))
+    places = [to_place(*crossing) for crossing in town.crossings]
+    world = {"crossings": [[place.lat, place.lon] for place in places], "neighbours": town.neighbours}
+    command = ["node", "--input-type=module", "--eval", WALK.replace("./walk.js", str(FOLDER / "page" / "walk.js"))]
+    done = subprocess.run(command, input=json.dumps(world), capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    end = len(places) - 1
+    own = town.way(0, end)
+    walked = [sum(town.length_m(*pair) for pair in pairwise(way)) for way in (own, found["way"])]
+    assert walked[0] == pytest.approx(walked[1], abs=1.0), "both find a shortest way"
+    for place, back in zip(places, found["back"], strict=True):
+        assert (back["lat"], back["lon"]) == pytest.approx((place.lat, place.lon), abs=2e-6)
+    assert len(found["places"]) == pytest.approx(walked[0] / 5, abs=2)
+    for a, b in pairwise(found["places"]):
+        assert is_near(a, b["lat"], b["lon"], 5.3)
+
+
+def test_the_page_is_served_with_what_it_needs(tmp_path: Path) -> None:
+    keys, shelters = tmp_path / "keys.json", tmp_path / "shelters.jsonl"
+    make_keys(keys)
+    shelters.write_bytes(encode({"id": 1, "name": "Shelter 1", "lat": 60.0, "lon": 25.0, "capacity": 10}))
+    server = make_server(0, ["ws://127.0.0.1:1/connect"], keys, shelters, 1)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+
+    def get(path: str, body: bytes | None = None) -> bytes:
+        with urlopen(url + path, body, 10) as answer:
+            return bytes(answer.read())
+
+    try:
+        page = get("/").decode()
+        for name in re.findall(r'(?:src|href)="(\w[\w.]*)"', page):
+            assert get(f"/{name}")
+        assert b"export class Dynamoth" in get("/dynamoth.js")
+        world = json.loads(get("/world"))
+        assert len(world["crossings"]) == len(world["neighbours"]) and world["types"] == list(TYPES)
+        first, other = json.loads(get("/login", b"")), json.loads(get("/login", b"no token"))
+        assert first["user"] != other["user"]
+        assert json.loads(get("/login", first["token"].encode()))["user"] == first["user"], "a visitor keeps the name"
+        for path in ("/keys.json", "/../tokens.py", "/page.js/.."):
+            with pytest.raises(HTTPError, match="404"):
+                get(path)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_page_names_queries_and_parameters_as_they_are() -> None:
+    script = (FOLDER / "page" / "page.js").read_text()
+    table = script[script.index("const QUERIES") : script.index("};")]
+    needs = {
+        name: set(re.findall(r'"(\w+)"', rest))
+        for name, rest in re.findall(r"(\w+): \{ title.*?needs: (\[.*?\])", table)
+    }
+    columns = {"type": {"type"}, "square": {"lat", "lon"}, "radius": {"radius_m"}}
+    for name, definition in DEFINITIONS["queries"].items():
+        asked = {column for need in needs[name] for column in columns[need]} | (
+            {"user"} & set(definition["parameters"])
+        )
+        assert asked == set(definition["parameters"]), name
+        assert ("user" in definition["parameters"]) == name.endswith("_me"), "the page adds the user by this name"
+
+
+def test_the_audit_shares_nothing_with_the_data_cluster() -> None:
+    for name in ("audit", "judge", "evaluate", "journal"):
+        tree = ast.parse((FOLDER / f"{name}.py").read_text())
+        imported = {each.module or "" for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
+        imported |= {alias.name for each in ast.walk(tree) if isinstance(each, ast.Import) for alias in each.names}
+        assert not [each for each in imported if each.startswith(("dynamoth_analytics", "pyspark", "sqlglot"))], name
