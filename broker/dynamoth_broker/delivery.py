@@ -106,7 +106,7 @@ class Delivery:
     def begin(self, subscription: Subscription, now: float) -> list[BrokerAction]:
         """Bring a subscription to where its interest is, once that is possible."""
         interest = subscription.interest
-        if subscription.awaits_position:
+        if subscription.awaits_position or subscription.awaits_registration:
             return []
         if interest.phase is Phase.CONFIRMED:
             return self._open(interest, now)
@@ -326,10 +326,9 @@ class Delivery:
             return []
         if publication.payload is None:  # a notice
             return self.read_behind_tip(interest, now)
-        if is_open and epoch == interest.epoch:
-            if offset == interest.tip + 1:
-                actions = [self._deliver(interest, offset, publication.payload)]
-                return actions if not interest.pending else [*actions, *self._deliver_pending(interest, now)]
+        if is_open and epoch == interest.epoch and offset == interest.tip + 1:
+            actions = [self._deliver(interest, offset, publication.payload)]
+            return actions if not interest.pending else [*actions, *self._deliver_pending(interest, now)]
         if len(interest.pending) < self._options.pending_max:
             interest.pending[epoch, offset] = publication.payload
         else:

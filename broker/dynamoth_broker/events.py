@@ -170,6 +170,16 @@ class MessagePublished:
 
 
 @dataclass(slots=True)
+class RecordsPosted:
+    """Event: somebody with a token that grants this posts records of a dataset; ``RecordsAnswered`` follows."""
+
+    request: object
+    dataset: str
+    records: Sequence[bytes]
+    grant: Grant
+
+
+@dataclass(slots=True)
 class MoveSession:
     """Event: a user is to be moved to one of these brokers."""
 
@@ -204,7 +214,7 @@ class Stop:
 BrokerEvent = (
     LinkEvent | Opened | Received | Refreshed | Closed | Overflowed | Writable | ChannelConfirmed | ChannelEnded
     | ChannelFailed | Publications | ChannelGap | BarrierPassed | MessagePublished | MoveSession
-    | Drain | EndDrain | ResourcesMeasured | Stop
+    | Drain | EndDrain | ResourcesMeasured | RecordsPosted | Stop
 )  # fmt: skip
 
 
@@ -267,6 +277,14 @@ class PublishMessage:
 
 
 @dataclass(slots=True)
+class RecordsAnswered:
+    """Action: tell whoever posted records what has become of each: code and reason."""
+
+    request: object
+    outcomes: Sequence[tuple[str, str]]
+
+
+@dataclass(slots=True)
 class Stopped:
     """Action: note that log servers have everything that users have acknowledged; the process may end."""
 
@@ -299,7 +317,7 @@ class Noted:
 
 BrokerAction = (
     LinkAction | Transmit | Broadcast | CloseConnection | SubscribeChannel | UnsubscribeChannel | RaiseBarrier
-    | PublishMessage | Stopped | LogLinkChanged | ControlLinkChanged | Noted
+    | PublishMessage | RecordsAnswered | Stopped | LogLinkChanged | ControlLinkChanged | Noted
 )  # fmt: skip
 
 
@@ -328,6 +346,8 @@ class BrokerOptions(SessionSettings):
     #: A user whose connection was lost leaves after this time, unless a broker serves it again.
     presence_grace_s: float = 10.0
     log: LogOptions = field(default_factory=LogOptions)
+    #: Whether queries and datasets are those of the catalog at the log servers.
+    has_data_cluster: bool = False
     #: Other brokers, for users who come when this one is full, drained or gone.
     alternates: tuple[str, ...] = ()
     #: A user waits this long for the server of a log.

@@ -194,7 +194,12 @@ class Logs:
         It fails after ``wait_s``. Unless it ``waits``, it also fails at once without a connection, and when the
         connection is lost; else it is sent with the next one, perhaps twice.
         """
-        id_ = self.server_of(interest_id)
+        return self.request_at(self.server_of(interest_id), command, on_reply, now, waits=waits)
+
+    def request_at(
+        self, id_: str, command: LogCommand, on_reply: OnReply, now: float, *, waits: bool = False
+    ) -> list[BrokerAction]:
+        """Send a command to this log server, as ``request`` does."""
         server = self._servers[id_]
         if server.run_id is None and not waits:
             return [*on_reply(None, now)]

@@ -17,7 +17,8 @@ hands each event to the part that it concerns, and returns the actions.
 2. Account for the subscriptions that were answered meanwhile: the members among them enter, users who have all answers
    get ``moved_in``.
 3. Close the connections of users who have lost a confirmed subscription: they connect again.
-4. Send the changes of presence that have gathered, so that one command has all those of an event.
+4. Send the changes of presence, the registrations and the records that have gathered, so that one command has all
+   those of an event.
 5. Say that the broker has stopped, once it is to stop and all positions are stored.
 
 *Slow users.* Nobody waits for a connection. One that is full falls behind, by itself: see ``Delivery``.
@@ -27,8 +28,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import assert_never, cast
 
+from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.frames import (
     Ack,
     AskMembers,
@@ -46,6 +49,7 @@ from dynamoth.edge.interests import Interest
 from dynamoth.machine.events import LinkDown, LinkUp, Pushed, Replied, RepliedAll, Start, Tick
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.control import Control
+from dynamoth_broker.definitions import Definitions
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import (
     GOING_AWAY,
@@ -66,6 +70,8 @@ from dynamoth_broker.events import (
     Overflowed,
     Publications,
     Received,
+    RecordsAnswered,
+    RecordsPosted,
     Refreshed,
     ResourcesMeasured,
     Stop,
@@ -73,22 +79,34 @@ from dynamoth_broker.events import (
     Transmit,
     Writable,
 )
+from dynamoth_broker.interests import InterestTable
 from dynamoth_broker.logs import LINK_PREFIX, Logs
 from dynamoth_broker.moves import Moves
 from dynamoth_broker.positions import Positions
 from dynamoth_broker.presence import Presence
-from dynamoth_broker.publishing import Publishing
+from dynamoth_broker.publishing import NO_DATASETS, Publishing
+from dynamoth_broker.queries import Queries
+from dynamoth_broker.records import Outcome, Records
 from dynamoth_broker.sessions import Session
 from dynamoth_broker.subscribing import Subscribing
 from dynamoth_broker.tips import TipChecks
 from dynamoth_broker.users import Users
 
+NOT_ALLOWED = "the token does not allow to publish here"
+
 
 class BrokerMachine:
     """One broker."""
 
-    def __init__(self, options: BrokerOptions, incarnation: int) -> None:
-        """Begin without users. ``incarnation`` is random, and new with each start."""
+    def __init__(self, options: BrokerOptions, incarnation: int, unix_offset: float = 0.0) -> None:
+        """Begin without users.
+
+        Args:
+            options: of the broker.
+            incarnation: random, and new with each start.
+            unix_offset: Unix time less the time that ``handle`` gets.
+
+        """
         self._options = options
         self._timers: Timers[BrokerAction] = Timers()
         #: What happened, by kind, for metrics.
@@ -98,9 +116,17 @@ class BrokerMachine:
         self._delivery = Delivery(options, self.logs, *shared)
         self.positions = Positions(options, self.logs, self._delivery, *shared)
         self.presence = Presence(options, self.logs, *shared)
-        self._subscribing = Subscribing(options, self._delivery, self.positions, self.presence, *shared)
-        self._publishing = Publishing(self.logs, self._subscribing.is_logged)
-        self.interests = self._subscribing.interests
+        self.interests = InterestTable()
+        self.queries: Queries | None = None
+        self.records: Records | None = None
+        if options.has_data_cluster:
+            definitions = Definitions(tuple(options.logs), self.logs, self.counters)
+            self.queries = Queries(options, definitions, self.logs, self._delivery, self.interests, *shared)
+            self.records = Records(definitions, self.logs, tuple(options.logs), unix_offset, self.counters)
+        self._subscribing = Subscribing(
+            options, self._delivery, self.positions, self.presence, self.queries, self.interests, *shared
+        )
+        self._publishing = Publishing(self.logs, self._subscribing.is_logged, self.records)
         self.control = Control(self, options, incarnation, *shared)
         self.users = Users(options, self._subscribing, self._delivery, self.control, *shared)
         self.sessions = self.users.sessions
@@ -118,6 +144,8 @@ class BrokerMachine:
         if self._subscribing.lost_some:
             actions += self._close_losers(now)
         actions += self.presence.flush(now)
+        if self.queries is not None and self.records is not None:
+            actions += [*self.queries.flush(now), *self.records.flush(now)]
         if self._is_stopping and self.positions.is_saved:
             self._is_stopping = False
             actions.append(Stopped())
@@ -138,6 +166,8 @@ class BrokerMachine:
                 return [] if session is None else self._on_frame(session, frame, now)
             case Refreshed(connection, grant):
                 return self.users.refresh(connection, grant, now)
+            case RecordsPosted():
+                return self._on_records(event, now)
             case Closed(connection, code):
                 self.users.on_closed(connection, code, now)
                 return []
@@ -267,6 +297,24 @@ class BrokerMachine:
                 actions += delivery.on_publication(shared, payload, now)
             else:
                 actions += self._subscribing.unlogged.on_publication(channel, now)
+        return actions
+
+    def _on_records(self, event: RecordsPosted, now: float) -> list[BrokerAction]:
+        """Store records that were posted; answer once all are stored or refused."""
+        outcomes: list[tuple[str, str]] = [("", "")] * len(event.records)
+        left = len(event.records)
+
+        def note(index: int, outcome: Outcome, now: float) -> Sequence[BrokerAction]:
+            nonlocal left
+            outcomes[index], left = (outcome.code, outcome.reason), left - 1
+            return [] if left else [RecordsAnswered(event.request, outcomes)]
+
+        if self.records is None or not event.grant.may_publish(DATASET_PREFIX + event.dataset):
+            refusal = ("unknown_dataset", NO_DATASETS) if self.records is None else ("forbidden", NOT_ALLOWED)
+            return [RecordsAnswered(event.request, [refusal] * len(event.records))]
+        actions: list[BrokerAction] = []
+        for index, record in enumerate(event.records):
+            actions += self.records.store(event.dataset, record, event.grant.user, partial(note, index), now)
         return actions
 
     def check(self) -> None:

@@ -5,28 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.frames import Error, Published, PublishRequest
 from dynamoth.edge.interests import Interest
 from dynamoth.edge.log import Appended, is_fenced
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth_broker.events import RETRY_MS, BrokerAction, PublishMessage, Transmit
 from dynamoth_broker.logs import Logs
+from dynamoth_broker.records import Records
 from dynamoth_broker.sessions import Session
+
+NO_DATASETS = "this broker has no datasets: see broker.data_cluster"
 
 
 class Publishing:
     """The publications of one broker's users. ``is_logged`` tells which interests have a log."""
 
-    def __init__(self, logs: Logs, is_logged: Callable[[Interest], bool]) -> None:
-        """Begin; ``logs`` is shared with the owner."""
+    def __init__(self, logs: Logs, is_logged: Callable[[Interest], bool], records: Records | None) -> None:
+        """Begin; ``logs`` and ``records`` are shared with the owner. Without the latter, there are no datasets."""
         self._logs = logs
         self._is_logged = is_logged
+        self._records = records
 
     def publish(self, session: Session, request: PublishRequest, now: float) -> list[BrokerAction]:
         """Publish, or say why not."""
         interest, ref, connection = request.channel, request.ref, session.connection
-        if not session.grant.may_publish(interest.name) or interest.is_reserved:
+        is_record = interest.name.startswith(DATASET_PREFIX)
+        if not session.grant.may_publish(interest.name) or (interest.is_reserved and not is_record):
             return [Transmit(connection, Error("forbidden", "the token does not allow to publish here", ref=ref))]
+        if is_record:
+            if self._records is not None:
+                return self._records.publish(session, request, now)
+            return [Transmit(connection, Error("unknown_dataset", NO_DATASETS, ref=ref))]
         if not self._is_logged(interest):
             token = partial(self._published, session, ref)
             return [PublishMessage(interest.name.encode(), request.payload, token)]

@@ -48,6 +48,8 @@ class Subscription:
     position_key: bytes | None = None
     awaits_position: bool = False
     acknowledged: Position | None = None
+    #: Of a standing query: whether its interest is still to be registered.
+    awaits_registration: bool = False
     #: While CATCHING: whether a read of the log is under way for it.
     is_reading: bool = False
     #: Whether others are to see that the session is on the channel.

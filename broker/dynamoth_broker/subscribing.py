@@ -26,6 +26,7 @@ from dynamoth_broker.events import (
 from dynamoth_broker.interests import InterestTable, Phase, SharedInterest
 from dynamoth_broker.positions import Positions
 from dynamoth_broker.presence import Presence
+from dynamoth_broker.queries import Queries
 from dynamoth_broker.sessions import Session, Stage, Subscription
 from dynamoth_broker.unlogged import Unlogged
 
@@ -47,19 +48,22 @@ class Subscribing:
         delivery: Delivery,
         positions: Positions,
         presence: Presence,
+        queries: Queries | None,
+        interests: InterestTable,
         timers: Timers[BrokerAction],
         counters: Counter[str],
     ) -> None:
-        """Begin without interests; all arguments are shared with the owner."""
+        """Begin without interests; all arguments are shared with the owner. Without ``queries`` any query is one."""
         self._options = options
         self._delivery = delivery
         self._positions = positions
         self.presence = presence
+        self._queries = queries
         self._timers = timers
         self._counters = counters
         #: Sessions that have lost a confirmed subscription since the owner looked last: it closes them.
         self.lost_some: list[Session] = []
-        self.interests = InterestTable()
+        self.interests = interests
         self.unlogged = Unlogged(counters)
         self._history = [compile_glob(pattern.encode()) for pattern in options.history]
         self._conflated = [compile_glob(pattern.encode()) for pattern in options.conflate]
@@ -116,6 +120,8 @@ class Subscribing:
         shared.set_stage(subscription, Stage.WAITING)
         if request.is_stored:
             actions += self._positions.begin(subscription, now)
+        if interest.kind == "query" and self._queries is not None:
+            return [*actions, *self._queries.begin(subscription, now)]
         return [*actions, *self._delivery.begin(subscription, now)]
 
     def _why_not(self, session: Session, request: SubscriptionRequest) -> Error | None:

@@ -1,8 +1,8 @@
 """What is stored about the executions of a query, and where they go on.
 
 Before an execution its number and its window are stored, and after it that it is done: at the log server that has the
-query (``executions_server``), besides Spark's checkpoint. So a data cluster that has lost its checkpoint repeats exactly
-the execution that may have been published in part, or goes on behind the last one.
+query (``executions_server``), besides Spark's checkpoint. So a data cluster that has lost its checkpoint repeats
+exactly the execution that may have been published in part, or goes on behind the last one.
 """
 
 from __future__ import annotations

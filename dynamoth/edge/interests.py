@@ -36,8 +36,8 @@ PARAMS_BYTES_MAX = 4096
 LOG_CHANNEL_PREFIX = b"q:"
 """Prefix of the channels on which logged interests are published: one ACL pattern covers them."""
 
-_OF_SERVERS = LOG_CHANNEL_PREFIX, b"__keyspace@", b"__keyevent@"
-"""How the names of channels begin that logs, or Redis itself, publish on."""
+_OF_SERVERS = LOG_CHANNEL_PREFIX, b"d:", b"__keyspace@", b"__keyevent@"
+"""How the names of channels begin that are those of logs, datasets, or Redis itself."""
 
 EXACT_INTEGER_MAX = 2**53
 """Above this, a number of JSON is not exact in every language."""
@@ -70,7 +70,7 @@ class Interest:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the name of a channel is one of Dynamoth's own, of the logs, or of Redis: for no end user."""
+        """Whether the name of a channel is one of Dynamoth's own, of logs, datasets, or Redis: for no end user."""
         name = self.name.encode()
         return name.startswith(RESERVED_PREFIX) or (self.kind != "query" and name.startswith(_OF_SERVERS))
 

@@ -385,6 +385,10 @@ class BrokerSettings(SessionSettings, HttpSettings):
     )
     anonymous: bool = setting(False, "whether users without a token may subscribe to everything, but publish nothing")
     logs: str = setting("", "the log servers, as ID=URL separated by spaces; always the same list")
+    data_cluster: bool = setting(
+        False,
+        "whether standing queries and datasets are those of the data cluster, which log servers have the catalog of",
+    )
     history: str = setting("", "patterns of the channels whose publications are logged, separated by spaces")
     conflate: str = setting(
         "",
@@ -574,9 +578,7 @@ class DataClusterSettings(HttpSettings):
     hot_records: int = setting(
         100_000, "records of each partition that stay at Redis when they are archived", minimum=100
     )
-    log_ttl_s: float = setting(
-        604_800.0, "as broker.log_ttl_s", unit="s", minimum=1, maximum=31_536_000
-    )
+    log_ttl_s: float = setting(604_800.0, "as broker.log_ttl_s", unit="s", minimum=1, maximum=31_536_000)
     log_durable: bool = setting(False, "as broker.log_durable")
 
 

@@ -92,7 +92,9 @@ class Archiver:
             records = parse_records(self._servers.run(server, command))
             if not records:
                 break
-            self._write(dataset, partition, to_batch(dataset, partition, records), records[0].offset, records[-1].offset)
+            self._write(
+                dataset, partition, to_batch(dataset, partition, records), records[0].offset, records[-1].offset
+            )
             self._positions[name] = records[-1].offset
             count += len(records)
         if count:
@@ -101,9 +103,7 @@ class Archiver:
 
     def _trim(self, server: str, name: str) -> None:
         stream = partition_keys(name)[1]
-        kept = self._servers.run(
-            server, (b"XREVRANGE", stream, b"+", b"-", b"COUNT", b"%d" % (self._hot_records + 1))
-        )
+        kept = self._servers.run(server, (b"XREVRANGE", stream, b"+", b"-", b"COUNT", b"%d" % (self._hot_records + 1)))
         if len(kept) > self._hot_records:
             self._servers.run(server, trim_command(name, int(kept[-1][0].partition(b"-")[0])))
 

@@ -20,11 +20,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -73,7 +72,11 @@ class ClusterContext:
 
     def source_options(self) -> dict[str, str]:
         """Return the options of the source for all datasets."""
-        return {"logs": self.logs, "durable": str(self.servers.durable).lower(), "archive": str(self.folder / "archive")}
+        return {
+            "logs": self.logs,
+            "durable": str(self.servers.durable).lower(),
+            "archive": str(self.folder / "archive"),
+        }
 
 
 @dataclass
@@ -149,7 +152,8 @@ class QueryRunner:
                 reader = reader.option(option, json.dumps(begun[option]))
         writer = reader.load().writeStream.queryName(self.query.name).foreachBatch(self._execute)
         writer = writer.option("checkpointLocation", str(self._checkpoint / "spark"))
-        return writer.trigger(processingTime=TRIGGER).start()
+        stream: StreamingQuery = writer.trigger(processingTime=TRIGGER).start()
+        return stream
 
     def _prepare_checkpoint(self) -> None:
         """Use the checkpoint that there is, or begin one where the executions before it have ended."""
@@ -231,7 +235,8 @@ class QueryRunner:
         if dataset.kind == "keyed":
             return self._context.snapshots.at(spark, dataset, offsets)
         reader: Any = spark.read.format("dynamoth").options(**self._context.source_options())
-        return reader.option("dataset", name).load()
+        rows: DataFrame = reader.option("dataset", name).load()
+        return rows
 
     def _write_down(self, execution: int, window: Window, counts: Mapping[str, int], seconds: float) -> None:
         """Note an execution, for those who check it later."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from dynamoth.settings.sections import DataClusterSettings
 from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
 from dynamoth_analytics.cluster.phases import phases
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, read_servers
+from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
@@ -200,7 +199,9 @@ class DataClusterProcess(DaemonProcess[Any]):
         if self._context is not None:
             keyed = [each for each in catalog.datasets.values() if each.kind == "keyed"]
             for dataset in keyed:
-                self._context.snapshots.renew(self._spark, dataset, self._servers.tips({dataset.stream: dataset.partitions}))
+                self._context.snapshots.renew(
+                    self._spark, dataset, self._servers.tips({dataset.stream: dataset.partitions})
+                )
 
     # The parts of a daemon.
 
@@ -218,7 +219,9 @@ class DataClusterProcess(DaemonProcess[Any]):
         yield _FAMILIES.gauge("queries", "Queries that are executed", len(self._runners))
         failing = sum(runner.state.failure is not None for runner in [*self._runners.values()])
         yield _FAMILIES.gauge("queries_failing", "Queries that fail now", failing)
-        yield _FAMILIES.gauge("interests", "Interests of all queries", sum(len(r.table) for r in [*self._runners.values()]))
+        yield _FAMILIES.gauge(
+            "interests", "Interests of all queries", sum(len(r.table) for r in [*self._runners.values()])
+        )
         yield _FAMILIES.counter("archived", "Records that were archived", self._archiver.records)
         yield from _FAMILIES.counters(_COUNTERS, counts)
 

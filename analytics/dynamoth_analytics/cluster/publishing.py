@@ -1,4 +1,4 @@
-"""Publishes result sets, inside Spark's workers: appends them to the logs of their interests, and then notifies brokers.
+"""Publishes result sets, inside Spark's workers: appends them to the logs of their interests, then notifies brokers.
 
 An append is idempotent by execution, and fenced by term. So a task that Spark repeats, or an execution that is repeated
 after a crash, stores each result set once. It publishes again, and brokers drop what they have.
@@ -20,7 +20,7 @@ import redis.exceptions
 
 from dynamoth.data.results import result_payload, too_large_payload
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
-from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
+from dynamoth.edge.log import Appended, LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
 from dynamoth.edge.publications import LoggedPublication, pack_publication
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
@@ -32,8 +32,9 @@ APPENDS_PER_COMMAND = 200
 
 COMMAND_BYTES_MAX = 1_000_000
 
+RETRY_S = 0.5
 RETRY_S_MAX = 30.0
-"""A log server that fails is tried again for so long, before the execution fails."""
+"""A log server that fails is tried again this often, and for this time before the execution fails."""
 
 METRICS_SCHEMA = "result_sets long, rows long, bytes long, repeated long, too_large long, unpublished long"
 
@@ -98,31 +99,34 @@ class Publication:
 
     def _publish(self, server: str, results: Sequence[tuple[str, bytes]], counts: dict[str, int]) -> None:
         """Append to the logs of one server, and publish what was appended."""
+        appended = self._append(server, results)
+        messages: list[tuple[bytes, bytes]] = []
+        for (interest, payload), place in zip(results, appended, strict=True):
+            counts["result_sets"] += 1
+            counts["repeated"] += not place.is_new
+            if not place.is_exact:
+                continue
+            inline = payload if len(payload) <= self.inline_bytes_max else None
+            publication = LoggedPublication(place.epoch, place.offset, inline)
+            messages.append((LOG_CHANNEL_PREFIX + interest.encode(), pack_publication(publication)))
+        counts["unpublished"] += _publisher(self.cluster_url).publish(messages)
+
+    def _append(self, server: str, results: Sequence[tuple[str, bytes]]) -> list[Appended]:
+        """Append to the logs of one server, again and again until it answers or the time is over."""
         options = LogOptions(self.retained_min, self.ttl_s, self.servers.durable)
         deadline = time.monotonic() + RETRY_S_MAX
         while True:
             try:
-                run_id = self.servers.run_id(server)
                 new = [(interest, payload, secrets.randbits(64)) for interest, payload in results]
-                reply = self.servers.run(server, append_many_command(new, run_id, options, self.term, self.execution))
-                break
+                command = append_many_command(new, self.servers.run_id(server), options, self.term, self.execution)
+                return parse_appended_many(self.servers.run(server, command))
             except LogServerFailed as error:
                 if is_fenced(str(error.__cause__)):
                     raise Fenced(f"another data cluster has taken over: {error}") from error
                 if time.monotonic() > deadline:
                     raise
                 _log.warning("%s; trying again", error)
-                time.sleep(0.5)  # a server that restarts needs that long at least
-        messages: list[tuple[bytes, bytes]] = []
-        for (interest, payload), appended in zip(results, parse_appended_many(reply), strict=True):
-            counts["result_sets"] += 1
-            counts["repeated"] += not appended.is_new
-            if not appended.is_exact:
-                continue
-            inline = payload if len(payload) <= self.inline_bytes_max else None
-            publication = LoggedPublication(appended.epoch, appended.offset, inline)
-            messages.append((LOG_CHANNEL_PREFIX + interest.encode(), pack_publication(publication)))
-        counts["unpublished"] += _publisher(self.cluster_url).publish(messages)
+                time.sleep(RETRY_S)
 
 
 class _Publisher:
@@ -148,7 +152,9 @@ class _Publisher:
             if not isinstance(error, redis.exceptions.RedisError):
                 raise error
         if failed:
-            _log.warning("%d notifications were not published: brokers compare the ends of logs: %s", len(failed), failed[0])
+            _log.warning(
+                "%d notifications were not published: brokers compare the ends of logs: %s", len(failed), failed[0]
+            )
         return len(failed)
 
 

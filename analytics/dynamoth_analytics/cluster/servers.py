@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import redis
 import redis.exceptions
@@ -35,7 +35,9 @@ class LogServerFailed(DynamothError):
 @cache
 def _connections(url: str) -> redis.Redis:
     """Return the connections of this process to a server."""
-    return redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, health_check_interval=30)
+    return redis.Redis.from_url(
+        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, health_check_interval=30
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class LogServers:
 
     def run(self, server: str, command: Sequence[CommandPart]) -> Any:
         """Execute one command. Raises LogServerFailed."""
-        return self._try(server, lambda client: client.execute_command(*command))
+        return self._try(server, lambda client: cast("Any", client).execute_command(*command))
 
     def run_all(self, server: str, commands: Iterable[Sequence[CommandPart]]) -> list[Any]:
         """Execute commands together; return their replies. Raises LogServerFailed for the first that fails."""
@@ -61,7 +63,7 @@ class LogServers:
         def execute(client: redis.Redis) -> list[Any]:
             with client.pipeline(transaction=False) as pipeline:
                 for command in commands:
-                    pipeline.execute_command(*command)
+                    cast("Any", pipeline).execute_command(*command)
                 return pipeline.execute()
 
         return self._try(server, execute)

@@ -61,7 +61,8 @@ class KeyedSnapshots:
         self, spark: SparkSession, dataset: Dataset, start: Mapping[str, int], end: Mapping[str, int]
     ) -> DataFrame:
         reader: Any = spark.read.format("dynamoth").options(**self._options).option("dataset", dataset.name)
-        return reader.option("start", _json(start)).option("end", _json(end)).load()
+        rows: DataFrame = reader.option("start", _json(start)).option("end", _json(end)).load()
+        return rows
 
     def _bases(self, dataset: Dataset) -> list[Path]:
         """Return the bases of a dataset, the newest first."""

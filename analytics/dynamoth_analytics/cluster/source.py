@@ -122,7 +122,9 @@ class DynamothSource(DataSource):
         """Return the reader of a range."""
         start, end = self.options.get("start"), self.options.get("end")
         place = self._place()
-        until = json.loads(end)["offsets"] if end else place.servers.tips({place.dataset.stream: place.dataset.partitions})
+        until = (
+            json.loads(end)["offsets"] if end else place.servers.tips({place.dataset.stream: place.dataset.partitions})
+        )
         return _Reader(place, json.loads(start)["offsets"] if start else {}, until)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:

@@ -35,9 +35,7 @@ class CompiledQuery:
     query: StandingQuery
     tree: exp.Select
 
-    def run(
-        self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int
-    ) -> DataFrame:
+    def run(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> DataFrame:
         """Return the result sets: columns interest, rows and result, a JSON array; none of interests without rows."""
         tree = self.tree.copy()
         named = {**views, INTERESTS: interests}
@@ -79,7 +77,11 @@ def compile_query(query: StandingQuery, datasets: Mapping[str, Dataset]) -> Comp
     _replace_parameters(query, tree, where)
     for call in list(tree.find_all(exp.Anonymous)):
         if call.name.lower() == "near":
-            call.replace(sqlglot.parse_one(NEAR.format(*(f"({each.sql('spark')})" for each in call.expressions)), dialect="spark"))
+            call.replace(
+                sqlglot.parse_one(
+                    NEAR.format(*(f"({each.sql('spark')})" for each in call.expressions)), dialect="spark"
+                )
+            )
     _add_interest(tree)
     return CompiledQuery(query, tree)
 

@@ -45,6 +45,8 @@ from dynamoth_broker.events import (
     PublishMessage,
     RaiseBarrier,
     Received,
+    RecordsAnswered,
+    RecordsPosted,
     Refreshed,
     ResourcesMeasured,
     Stop,
@@ -145,7 +147,11 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self, config: BrokerConfig, stop: asyncio.Event, on_ready: Callable[[int, int], None] | None = None
     ) -> None:
         self._config = config
-        self._machine = BrokerMachine(config.options, secrets.randbits(INCARNATION_BITS))
+        self._machine = BrokerMachine(
+            config.options,
+            secrets.randbits(INCARNATION_BITS),
+            time.time() - asyncio.get_running_loop().time(),
+        )
         super().__init__("broker", self._machine, config, config.link, stop, broker=config.options.id)
         self._tokens = Tokens(
             config.token_keys_file, anonymous=config.anonymous, now=self._loop.time, audience=config.audience
@@ -176,8 +182,9 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         self._websockets = WebSocketServer.start(self, config.host, config.port, self._transport, config.tls)
         if config.sse_port:
             self._sse = await SseServer.start(
-                self, config.host, config.sse_port, self._transport, config.tls, self._event_id, self._user_of
-            )
+                self, config.host, config.sse_port, self._transport, config.tls, self._event_id, self._user_of,
+                self._post_records if config.data_cluster else None,
+            )  # fmt: skip
         self._tasks = [self._loop.create_task(self._measure_lag())]
         self._subscriptions.listening.add_done_callback(self._on_listener_done)
         if self._on_ready is not None:
@@ -283,6 +290,10 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._subscriptions.raise_barrier(channel)
             case PublishMessage(channel, payload, token):
                 self._subscriptions.publish(channel, payload, token)
+            case RecordsAnswered(request, outcomes):
+                answer = cast("asyncio.Future[Any]", request)
+                if not answer.done():  # whoever asked may have gone
+                    answer.set_result(outcomes)
             case Stopped():
                 self._has_stopped.set()
             case LogLinkChanged(server, None):
@@ -330,6 +341,13 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             return self._tokens.grant(token).user
         except TokenRefused:
             return None
+
+    async def _post_records(self, token: str | None, dataset: str, records: Sequence[bytes]) -> list[tuple[str, str]]:
+        """Store records; return what has become of each. Raises TokenRefused."""
+        grant = self._tokens.grant(token)
+        answer: asyncio.Future[list[tuple[str, str]]] = self._loop.create_future()
+        self._driver.handle(RecordsPosted(answer, dataset, records, grant))
+        return await answer
 
     # Users. The transports call these.
 

@@ -19,7 +19,8 @@ import re
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ from dynamoth_broker.process.accept import Acceptor
 from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX
 from dynamoth_broker.process.frames import Encoding, Frame, parse_json
 from dynamoth_broker.process.handshake import log_refused_origin
+from dynamoth_broker.process.posting import records_answer, split_records
+from dynamoth_broker.process.tokens import TokenRefused
 from dynamoth_broker.process.transport import (
     EventId,
     Listener,
@@ -80,6 +83,10 @@ UserOf = Callable[[str | None], str | None]
 """Returns the user that a token is of, empty for nobody's; None if the token is not valid."""
 
 
+PostRecords = Callable[[str | None, str, Sequence[bytes]], Awaitable[Sequence[tuple[str, str]]]]
+"""Stores records of a dataset for the user of a token; returns code and reason of each. Raises TokenRefused."""
+
+
 def _no_event_id(_conn: UserConnection) -> None:
     return None
 
@@ -115,11 +122,13 @@ class SseServer:
         tls: ssl.SSLContext | None = None,
         event_id: EventId = _no_event_id,
         user_of: UserOf = _nobody,
+        post_records: PostRecords | None = None,
     ) -> SseServer:
         """Listen at ``host`` and ``port`` (0: any that is free, see :attr:`port`).
 
         ``event_id`` is called for each frame in ``send``; it has no line breaks. ``user_of`` tells the streams of
-        different users with one session apart. Raises ConfigError.
+        different users with one session apart. With ``post_records``, records of datasets are taken, too. Raises
+        ConfigError.
         """
         self = cls(listener, options or TransportOptions(), event_id, user_of)
         app = web.Application(client_max_size=self.options.frame_bytes_max, middlewares=[self._note_request])
@@ -127,6 +136,9 @@ class SseServer:
         app.router.add_post("/sse/{session}", self._post)
         app.router.add_options("/sse", self._preflight)
         app.router.add_options("/sse/{session}", self._preflight)
+        if post_records is not None:
+            app.router.add_post("/datasets/{dataset}", partial(self._post_records, post_records))
+            app.router.add_options("/datasets/{dataset}", self._preflight)
         self._runner = web.AppRunner(
             app,
             access_log=None,  # it has sessions in it, and a line for each acknowledgement
@@ -252,6 +264,22 @@ class SseServer:
         if reason is not None:
             raise web.HTTPBadRequest(text=f"{reason}\n", headers=headers)
         return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
+
+    async def _post_records(self, post_records: PostRecords, request: web.Request) -> web.Response:
+        """Take records of a dataset: an object, an array of them, or one in each line."""
+        headers = self._cors(request)
+        try:
+            async with asyncio.timeout(self.options.handshake_timeout_s):
+                body = await request.read()
+            records = split_records(body)
+            outcomes = await post_records(_bearer(request), request.match_info["dataset"], records)
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(headers=headers) from None
+        except MalformedMessage as error:
+            return _json_answer(HTTPStatus.BAD_REQUEST, {"error": str(error), "retry": "never"}, headers)
+        except TokenRefused as error:
+            return _json_answer(HTTPStatus.UNAUTHORIZED, {"error": str(error), "retry": "never"}, headers)
+        return _json_answer(*records_answer(outcomes), headers)
 
     def _find(self, session: str, token: str | None, headers: dict[str, str]) -> SseConnection:
         """Return the newest stream of the user whose token this is. Raises HTTPNotFound, HTTPForbidden."""
@@ -515,6 +543,10 @@ def _bearer(request: web.Request) -> str | None:
     if scheme.lower() != "bearer" or not token.isascii():
         raise web.HTTPBadRequest(text="`Authorization` is `Bearer` and a token.\n")
     return token.strip()
+
+
+def _json_answer(status: HTTPStatus, body: dict[str, Any], headers: dict[str, str]) -> web.Response:
+    return web.json_response(body, status=status, headers=headers)
 
 
 _log = logging.getLogger("dynamoth.broker.sse")

@@ -64,6 +64,8 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
             "broker.presence: who is present is kept at log servers, and there is none: give broker.logs, as"
             " 'l1=redis://10.0.0.1:6379 l2=redis://10.0.0.2:6379'"
         )
+    if broker.data_cluster and not logs:
+        raise ConfigError("broker.data_cluster: datasets and queries are kept at log servers: give broker.logs")
     link = link_options(loaded, CLIENT_NAME, tuple(logs.values()))
     servers = cluster_servers(loaded)
     options = BrokerOptions(
@@ -78,6 +80,7 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
         presence=presence,
         presence_ttl_s=broker.presence_ttl_s,
         presence_grace_s=broker.presence_grace_s,
+        has_data_cluster=broker.data_cluster,
         log=LogOptions(broker.retained_min, broker.log_ttl_s, broker.log_durable),
         alternates=_alternates(loaded),
     )

@@ -208,6 +208,7 @@ def holes_are_ignored() -> AbstractContextManager[None]:
     def send(self: Delivery, interest: SharedInterest, payload: bytes, now: float) -> list[Any]:
         if interest.is_logged and interest.phase is Phase.OPEN:
             publication = unpack_publication(payload)
+            assert publication.payload is not None, "nothing gives notices here"
             if publication.epoch == interest.epoch and publication.offset > interest.tip:
                 return [self._deliver(interest, publication.offset, publication.payload)]
         return on_publication(self, interest, payload, now)

@@ -1,0 +1,127 @@
+"""The definitions of datasets and queries, as a broker reads them from the catalog at the log servers.
+
+A definition is read when it is needed, and believed for ``BELIEVED_S``. Whoever asks for one that is being read waits
+for the same answer. The latest version of any server counts: a server that was away may have an older one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, parse_entry
+from dynamoth.data.datasets import DEAD_SUFFIX, Dataset, dead_letters, read_dataset
+from dynamoth.data.queries import StandingQuery, read_query
+from dynamoth.edge.log import LogOptions
+from dynamoth.errors import ConfigError, MalformedMessage
+from dynamoth.machine.events import CommandPart, ErrorReply
+from dynamoth.protocol.wire import read_array, read_bytes
+from dynamoth_broker.events import BrokerAction
+from dynamoth_broker.logs import Logs
+
+BELIEVED_S = 5.0
+"""So long after a definition has changed, a broker may still go by the former one."""
+
+UNAVAILABLE = "unavailable"
+"""In place of a definition: no log server has answered."""
+
+Definition = Dataset | StandingQuery | None
+"""A definition; None where the catalog has none of this name."""
+
+OnDefinition = Callable[[Any, float], Sequence[BrokerAction]]
+"""Gets a definition, or ``UNAVAILABLE``, and the time."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """One name of the catalog."""
+
+    definition: Definition = None
+    #: When it was read; None: not yet.
+    read_at: float | None = None
+    version: int = 0
+    #: Who waits for the present reading, how many servers have not answered, and whether one has.
+    waiting: list[OnDefinition] = field(default_factory=list[OnDefinition])
+    unanswered: int = 0
+    is_answered: bool = False
+
+
+class Definitions:
+    """The definitions that one broker has needed."""
+
+    def __init__(self, server_ids: Sequence[str], logs: Logs, counters: Counter[str]) -> None:
+        """Begin without any; ``logs`` and ``counters`` are shared with the owner."""
+        self._ids = tuple(server_ids)
+        self._logs = logs
+        self._counters = counters
+        self._known: dict[tuple[bytes, str], _Known] = {}
+
+    def query(self, name: str, then: OnDefinition, now: float) -> list[BrokerAction]:
+        """Have ``then`` get the definition of a query."""
+        return self._find(QUERIES_KEY, name, then, now)
+
+    def dataset(self, name: str, then: OnDefinition, now: float) -> list[BrokerAction]:
+        """Have ``then`` get the definition of a dataset; of one with refused records it follows from the other's."""
+        if not name.endswith(DEAD_SUFFIX):
+            return self._find(DATASETS_KEY, name, then, now)
+        base = name.removesuffix(DEAD_SUFFIX)
+
+        def derived(definition: Any, now: float) -> Sequence[BrokerAction]:
+            return then(dead_letters(base) if isinstance(definition, Dataset) else definition, now)
+
+        return self._find(DATASETS_KEY, base, derived, now)
+
+    def _find(self, key: bytes, name: str, then: OnDefinition, now: float) -> list[BrokerAction]:
+        known = self._known.setdefault((key, name), _Known())
+        if known.read_at is not None and now < known.read_at + BELIEVED_S:
+            return [*then(known.definition, now)]
+        known.waiting.append(then)
+        if known.unanswered:
+            return []
+        known.unanswered, known.is_answered = len(self._ids), False
+
+        def command(run_id: str, new_epoch: int, options: LogOptions) -> tuple[CommandPart, ...]:
+            return b"HMGET", key, name.encode()
+
+        def replied(reply: Any, now: float) -> Sequence[BrokerAction]:
+            return self._replied(name, known, reply, now, is_query=key == QUERIES_KEY)
+
+        actions: list[BrokerAction] = []
+        for id_ in self._ids:
+            actions += self._logs.request_at(id_, command, replied, now)
+        return actions
+
+    def _replied(self, name: str, known: _Known, reply: Any, now: float, *, is_query: bool) -> Sequence[BrokerAction]:
+        known.unanswered -= 1
+        try:
+            if reply is not None and not isinstance(reply, ErrorReply):
+                (value,) = read_array(reply)
+                known.is_answered = True
+                if value is not None:
+                    self._take(name, known, parse_entry(read_bytes(value)), is_query=is_query)
+        except (MalformedMessage, ValueError):
+            self._counters["malformed"] += 1
+        if known.unanswered:
+            return []
+        waiting, known.waiting = known.waiting, []
+        if known.is_answered:
+            known.read_at = now
+        actions: list[BrokerAction] = []
+        for then in waiting:
+            actions += then(known.definition if known.is_answered else UNAVAILABLE, now)
+        return actions
+
+    def _take(self, name: str, known: _Known, entry: Entry, *, is_query: bool) -> None:
+        """Take what one server says, if it is newer than what is known."""
+        if entry.version <= known.version:
+            return
+        known.version, known.definition = entry.version, None
+        if entry.definition is None:
+            return  # it was dropped
+        values = {**entry.definition, "version": entry.version}
+        try:
+            known.definition = read_query(name, values) if is_query else read_dataset(name, values)
+        except ConfigError:
+            self._counters["definitions_malformed"] += 1
