@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +20,7 @@ from random import Random
 from typing import Any
 
 from dynamoth_user import Client, ClientFailed, Gap, Item, PublishFailed, RefusedError, Subscription
+from emergency.ending import await_end
 from emergency.journal import Journal
 from emergency.reports import encode
 from emergency.scenario import PlannedSubscription, UserPlan, plan_users
@@ -195,15 +194,6 @@ async def _tell(citizens: list[Citizen], journal: Journal) -> None:
         journal.flush()
 
 
-async def _read_to_end(ended: asyncio.Event) -> None:
-    """End the run at the end of the standard input."""
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while await reader.readline():
-        pass
-    ended.set()
-
-
 async def run(options: argparse.Namespace) -> None:
     """Let all users live until the end."""
     town = build_town(Random(options.seed))
@@ -213,9 +203,8 @@ async def run(options: argparse.Namespace) -> None:
     journal = Journal(options.journal)
     citizens = [Citizen(plan, town, options.brokers, maker.token(plan.name, [LOCATIONS]), journal) for plan in plans]
     ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     begin_s = time.monotonic() + options.begin - time.time() if options.begin else time.monotonic()
-    beside = [asyncio.create_task(_tell(citizens, journal)), asyncio.create_task(_read_to_end(ended))]
+    beside = [asyncio.create_task(_tell(citizens, journal)), asyncio.create_task(await_end(ended))]
     try:
         outcomes = await asyncio.gather(*(each.live(begin_s, ended) for each in citizens), return_exceptions=True)
         for plan, outcome in zip(plans, outcomes, strict=True):

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ from random import Random
 
 import aiohttp
 
+from emergency.ending import await_end
 from emergency.journal import Journal
 from emergency.reports import REPORTERS, REPORTS_PER_S, draw_report, encode
 from emergency.tokens import TokenMaker
@@ -94,10 +93,7 @@ async def run(options: argparse.Namespace) -> None:
     journal = Journal(options.journal)
     maker = TokenMaker(options.keys)
     ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    ending = asyncio.create_task(await_end(ended))
     timeout = aiohttp.ClientTimeout(ANSWER_TIMEOUT_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
@@ -105,10 +101,8 @@ async def run(options: argparse.Namespace) -> None:
                 name = f"reporter{number}"
                 reporter = Reporter(name, town, options, maker.token(name, [REPORTS]), journal)
                 group.create_task(reporter.work(session, ended))
-            while not ended.is_set() and await reader.readline():
-                pass
-            ended.set()
     finally:
+        ending.cancel()
         journal.close()
 
 

@@ -36,6 +36,9 @@ OWN_RADIUSES_M = (300.0, 600.0, 1000.0)
 HURRIED_SUFFIX = "_hurried"
 """A query whose name has this suffix is the one without it, with a shorter period."""
 
+HURRIED_RADIUS_M = 2000.0
+"""About a third of the town: no execution is without a report."""
+
 Parameters = dict[str, str | float]
 
 QUERY_WEIGHTS = {
@@ -83,7 +86,8 @@ def plan_users(town: Town, count: int, length_s: float, seed: int, *, hurried: b
     """
     plans = [_plan_user(town, f"u{number:03}", length_s, Random(f"{seed} user {number}")) for number in range(count)]
     if hurried and plans:
-        params = draw_parameters(town, "report_counts", plans[0].name, Random(seed))
+        centre = town.squares[len(town.squares) // 2]
+        params: Parameters = {"lat": centre.lat, "lon": centre.lon, "radius_m": HURRIED_RADIUS_M}
         more = PlannedSubscription("report_counts" + HURRIED_SUFFIX, params, SUBSCRIBE_RATIO * length_s)
         plans[0] = replace(plans[0], subscriptions=(more, *plans[0].subscriptions))
     return plans

@@ -48,7 +48,7 @@ QUIET_S = 7.0
 """Users have got everything when nothing has come for this time: brokers have compared the ends of logs by then."""
 
 ARRIVAL_TIMEOUT_S = 60.0
-MIDDLE_TIMEOUT_S = 40.0
+MIDDLE_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 60.0
 SHOW_S = 5.0
 POLL_S = 0.02
@@ -66,7 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=float, default=MINUTES, metavar="M", help="how long it goes on (default %(default)g)"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the town and of all that happens")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep archive and journals in this new folder")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep archive, journals and logs in this new folder"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what the audit has found to this file")
 
 
@@ -150,7 +152,7 @@ class _Demo:
 
     def run(self) -> int:
         """Play it, and judge."""
-        _say("servers, brokers and Spark are started")
+        _say("starting servers, brokers and Spark")
         self._servers.start(self._definitions, self._shelters)
         self._start_page()
         reporters = self._start_application()

@@ -66,6 +66,8 @@ class Servers:
 
     def __init__(self, stack: ExitStack, folder: Path, keys: Path, brokers: int, origin: str) -> None:
         self.folder = folder / "data-cluster"
+        self._log_folder = folder / "logs"
+        self._log_folder.mkdir()
         self._stack = stack
         self._keys = keys
         self._origin = origin
@@ -74,11 +76,16 @@ class Servers:
         self._connections: dict[str, Any] = {id_: redis.Redis.from_url(url) for id_, url in self.logs.items()}
         logs = " ".join(f"{id_}={url}" for id_, url in self.logs.items())
         settings = {**SETTINGS, "broker.logs": logs, "data_cluster.logs": logs, "data_cluster.folder": str(self.folder)}
-        self.cluster = stack.enter_context(LocalCluster(SERVERS, settings=settings))
+        self.cluster = stack.enter_context(LocalCluster(SERVERS, settings=settings, on_line=self._note_line))
         self._ports = {f"b{number + 1}": (free_port(), free_port()) for number in range(brokers)}
         self.brokers = {id_: self._broker(id_) for id_ in self._ports}
         self.coordinator = self._beside("coordinator", "coordinator")
         self.data_cluster = self._beside("data-cluster", "data-cluster")
+
+    def _note_line(self, name: str, line: str) -> None:
+        """Keep a line of a daemon's log: after the demo, with ``--keep``."""
+        with (self._log_folder / f"{name.replace(' ', '-')}.log").open("a", encoding="utf-8") as file:
+            file.write(line.rstrip("\n") + "\n")
 
     # Brokers.
 
