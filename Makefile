@@ -13,12 +13,13 @@ OLDEST := $(VENV)/oldest
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
 	--no-header --no-annotate --no-emit-index-url --no-emit-find-links
 
-.PHONY: help venv check lint format-check mypy pyright imports test soak exhaustive image oldest conformance bench demo demo-brokers report java \
+.PHONY: help venv check lint format-check mypy pyright imports test soak exhaustive image oldest conformance bench demo demo-brokers demo-emergency report java \
 	format lock clean
 
 help:
 	@echo "make demo         what Dynamoth does, live, on embedded Redis servers"
 	@echo "make demo-brokers end users on edge brokers that are drained and killed"
+	@echo "make demo-emergency  emergency reports for users, computed by Spark that is killed, audited (USERS= MINUTES=)"
 	@echo "make report       records a demo, and explains it with Spark (needs Java 17)"
 	@echo "make check        linters, type checkers and import contracts"
 	@echo "make test         all tests"
@@ -114,6 +115,11 @@ demo: $(RUN)
 
 demo-brokers: $(DEV)
 	$(BIN)/dynamoth demo-brokers
+
+USERS ?= 400
+MINUTES ?= 2
+demo-emergency: $(ANALYTICS) $(DEV)
+	$(BIN)/dynamoth demo-emergency --users $(USERS) --minutes $(MINUTES)
 
 # A minute of the demo with a fixed number of servers: its crowd is the overload, its festival the hot channel. What its audit says is not the report's.
 report: $(ANALYTICS)

@@ -10,6 +10,18 @@ EXTRAS = {
     "cli": ("prometheus_client", "rich"),
     "broker": ("aiohttp", "cryptography", "jwt", "prometheus_client", "websockets"),
     "demo": ("aiohttp", "cryptography", "jwt", "prometheus_client", "rich", "websockets"),
+    "emergency": (
+        "aiohttp",
+        "cryptography",
+        "jwt",
+        "pandas",
+        "prometheus_client",
+        "pyarrow",
+        "pyspark",
+        "rich",
+        "sqlglot",
+        "websockets",
+    ),
     "record": ("prometheus_client", "pyarrow"),
     "analytics": ("pandas", "pyarrow", "pyspark"),
 }

@@ -54,6 +54,9 @@ COMMANDS = {
     "demo-brokers": Command(
         "dynamoth_demo.brokers.command", "see users move between edge brokers that are drained and killed", "demo"
     ),
+    "demo-emergency": Command(
+        "dynamoth_demo.emergency.command", "see users get reports near them, computed by Spark, audited", "emergency"
+    ),
     "up": Command("dynamoth_cli.commands.up", "start a whole cluster on this machine, for development", "cli"),
     "agent": Command("dynamoth_cli.commands.agent", "run the agent of one Redis server", "agent"),
     "balancer": Command("dynamoth_cli.commands.balancer", "run the balancer of a cluster", "balancer"),

@@ -1,0 +1,195 @@
+"""The servers of the demo: a cluster, log servers, brokers with a coordinator, and the data cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from dynamoth.data.executions import executions_key, executions_server
+from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
+from dynamoth.errors import DynamothError
+from dynamoth_cli.local.child import Child, dynamoth_command
+from dynamoth_cli.local.cluster import LocalCluster
+from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
+
+SERVERS = 3
+LOGS = 2
+HOST = "127.0.0.1"
+
+READY_TIMEOUT_S = 120.0
+"""Spark needs some seconds to start, and longer on a machine that is busy with everything else."""
+
+COMMAND_TIMEOUT_S = 120.0
+POLL_S = 0.05
+STARTED = "has started"
+
+SETTINGS = {
+    "broker.data_cluster": True,
+    "broker.capacity_bytes_per_s": 1_000_000,
+    "broker.report_s": 1.0,
+    "coordinator.report_s": 1.0,
+    "coordinator.decide_s": 2.0,
+    "coordinator.wait_s": 5.0,
+    "coordinator.rest_s": 10.0,
+    "coordinator.slow_half_life_s": 10.0,
+    "coordinator.fast_half_life_s": 5.0,
+    "data_cluster.archive_s": 10.0,
+}
+"""Short times, as a demo is short."""
+
+
+class DemoFailed(DynamothError):
+    """Raised when a process of the demo does not do what it has to in time."""
+
+    code = "demo-failed"
+
+
+class Servers:
+    """All servers. They end with ``stack``.
+
+    Args:
+        stack: of the demo.
+        folder: of the demo's files.
+        keys: the JSON Web Key Set of the brokers.
+        brokers: how many.
+        origin: of the page.
+
+    """
+
+    def __init__(self, stack: ExitStack, folder: Path, keys: Path, brokers: int, origin: str) -> None:
+        self.folder = folder / "data-cluster"
+        self._log_folder = folder / "logs"
+        self._log_folder.mkdir()
+        self._stack = stack
+        self._keys = keys
+        self._origin = origin
+        redis_servers = [stack.enter_context(EmbeddedRedis()) for _ in range(LOGS)]
+        self.logs = {f"l{number}": f"redis://{HOST}:{each.port}" for number, each in enumerate(redis_servers, 1)}
+        self._connections: dict[str, Any] = {id_: redis.Redis.from_url(url) for id_, url in self.logs.items()}
+        logs = " ".join(f"{id_}={url}" for id_, url in self.logs.items())
+        settings = {**SETTINGS, "broker.logs": logs, "data_cluster.logs": logs, "data_cluster.folder": str(self.folder)}
+        self.cluster = stack.enter_context(LocalCluster(SERVERS, settings=settings, on_line=self._note_line))
+        self._ports = {f"b{number + 1}": (free_port(), free_port()) for number in range(brokers)}
+        self.brokers = {id_: self._broker(id_) for id_ in self._ports}
+        self.coordinator = self._beside("coordinator", "coordinator")
+        self.data_cluster = self._beside("data-cluster", "data-cluster")
+
+    def _note_line(self, name: str, line: str) -> None:
+        """Keep a line of a daemon's log: after the demo, with ``--keep``."""
+        with (self._log_folder / f"{name.replace(' ', '-')}.log").open("a", encoding="utf-8") as file:
+            file.write(line.rstrip("\n") + "\n")
+
+    # Brokers.
+
+    @property
+    def broker_urls(self) -> list[str]:
+        """Where users connect."""
+        return [f"ws://{HOST}:{port}/connect" for port, _ in self._ports.values()]
+
+    @property
+    def post_urls(self) -> list[str]:
+        """Where reports are posted."""
+        return [f"http://{HOST}:{port}" for _, port in self._ports.values()]
+
+    def _beside(self, name: str, *arguments: str) -> Child:
+        child = self.cluster.beside(name, *arguments)
+        self._stack.callback(child.stop)
+        return child
+
+    def _broker(self, id_: str) -> Child:
+        port, sse_port = self._ports[id_]
+        others = [f"ws://{HOST}:{port}/connect" for other, (port, _) in self._ports.items() if other != id_]
+        return self._beside(
+            f"broker {id_}",
+            *("broker", "--id", id_, "--port", str(port), "--sse-port", str(sse_port)),
+            *("--alternates", " ".join(others), "--token-keys-file", str(self._keys), "--origins", self._origin),
+        )
+
+    def start(self, definitions: Sequence[Path], shelters: Path) -> None:
+        """Register datasets and queries, load the shelters, and start everything."""
+        for file in definitions:
+            self._command("query", "set", str(file))
+        self._command("dataset", "load", "shelters", str(shelters))
+        self.data_cluster.start()
+        for child in (*self.brokers.values(), self.coordinator):
+            child.start()
+        for child in (*self.brokers.values(), self.data_cluster):
+            wait_started(child)
+
+    def _command(self, *words: str) -> None:
+        command = dynamoth_command(*words, "--config", str(self.cluster.config_file))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(f"`dynamoth {' '.join(words)}` has not ended in {COMMAND_TIMEOUT_S:g} s") from None
+        if done.returncode:
+            raise DemoFailed(f"`dynamoth {' '.join(words)}` has failed: {done.stderr.strip() or done.stdout.strip()}")
+
+    def check(self) -> None:
+        """Raise ChildEnded if a process has ended that nobody asked to."""
+        self.cluster.check()
+        for child in (*self.brokers.values(), self.coordinator, self.data_cluster):
+            if child.ended_by_itself:
+                raise child.failure()
+
+    # What the data cluster does.
+
+    def is_executing(self, query: str) -> bool:
+        """Tell whether an execution of a query has begun and not ended."""
+        server = executions_server(query, [*self.logs])
+        stored = self._connections[server].get(executions_key(query))
+        return stored is not None and not json.loads(stored)["done"]
+
+    def tips(self, partitions: Mapping[str, int]) -> dict[str, int]:
+        """Return the last offset of each partition of datasets, which have so many."""
+        found: dict[str, int] = {}
+        for dataset, count in partitions.items():
+            for number in range(count):
+                name = partition_name(dataset, number)
+                connection = self._connections[partition_server(name, [*self.logs])]
+                reply = connection.execute_command(*tip_command(name))
+                found[name] = parse_tip(reply)[0]
+        return found
+
+    def behind(self, queries: Mapping[str, Any], partitions: Mapping[str, int]) -> Iterator[str]:
+        """Yield the queries whose executions have not covered all records of these datasets yet."""
+        tips = self.tips(partitions)
+        for query in queries:
+            server = executions_server(query, [*self.logs])
+            stored = self._connections[server].get(executions_key(query))
+            progress = {} if stored is None else json.loads(stored)
+            ends = progress["end"]["offsets"] if progress.get("done") else {}
+            if any(ends.get(name, 0) < tip for name, tip in tips.items()):
+                yield query
+
+
+def wait_started(child: Child, timeout_s: float = READY_TIMEOUT_S) -> None:
+    """Wait until a daemon says that it has started. Raises ChildEnded, DemoFailed."""
+    end = time.monotonic() + timeout_s
+    while not any(STARTED in line for line in child.lines):
+        if child.ended_by_itself:
+            raise child.failure()
+        if time.monotonic() > end:
+            raise DemoFailed(f"{child.name} has not started within {timeout_s:g} s")
+        time.sleep(POLL_S)
+
+
+def application_environment(examples: Path) -> dict[str, str]:
+    """Return the variables of the application's processes, which find it in ``examples``."""
+    paths = [str(examples), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with reserve_port() as reserved:
+        port: int = reserved.getsockname()[1]
+        return port
