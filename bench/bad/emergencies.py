@@ -103,9 +103,9 @@ class Report:
 
 
 def cell_of(place: Place) -> int:
-    """Return the cell that a place is in."""
-    column = min(COLUMNS - 1, int(place[0] * COLUMNS / WIDTH_M))
-    return min(ROWS - 1, int(place[1] * ROWS / HEIGHT_M)) * COLUMNS + column
+    """Return the cell that a place is in, or that is nearest to a place outside of the town."""
+    column, row = int(place[0] * COLUMNS / WIDTH_M), int(place[1] * ROWS / HEIGHT_M)
+    return min(ROWS - 1, max(0, row)) * COLUMNS + min(COLUMNS - 1, max(0, column))
 
 
 def part_of(place: Place) -> int:
@@ -154,7 +154,7 @@ class Emergencies:
             "user": user,
             "radius": rng.choice(RADII_M),
         }
-        return tuple(max(0, value) if isinstance(value, int) else value for value in map(makers.get, query.parameters))
+        return tuple(makers[name] for name in query.parameters)
 
     def _make_reports(self, rng: Random) -> Iterator[Report]:
         publishers = riders(self.town, PUBLISHERS, rng)

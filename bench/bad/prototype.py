@@ -48,9 +48,9 @@ MEAN_LOAD_BYTES_PER_S = 85_000.0
 CAPACITY_BYTES_PER_S = MEAN_LOAD_BYTES_PER_S / LOAD_RATIO
 
 ALPHA, ALPHA_TARGET, BETA = 0.05, 0.03, 0.3
-"""Relief begins above cov .05 and a mean load ratio of .3, and goes on to cov .03. The paper does not give its own.
-
-.05 is below what RND gives, as there the paper moves users, too.
+"""Relief begins above cov .05 and a mean load ratio of .3, and goes on to cov .03. The paper does not give its own:
+they have to be below the cov that random placement gives, as the paper moves users there.
+"""
 
 GAMMA = 0.5
 """A shuffle begins above this cov."""

@@ -7,6 +7,7 @@ divided by the factor.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -126,8 +127,12 @@ class Store:
     def add(self, run: Run) -> None:
         """Keep a run."""
         self._runs[run.key] = run
-        with self._file.open("a") as file:
-            file.write(json.dumps(_rounded(asdict(run)), separators=(",", ":")) + "\n")
+        line = json.dumps(_rounded(asdict(run)), separators=(",", ":")) + "\n"
+        file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(file, line.encode())  # at once: another command may append to the same file
+        finally:
+            os.close(file)
 
 
 def _rounded(value: Any) -> Any:
