@@ -209,6 +209,6 @@ def find_dataset(catalog: Catalog, name: str) -> Dataset:
 
 
 def ago(milliseconds: int) -> str:
-    """Return how long ago a time is, for people."""
+    """Return how long ago a time is, for people: ``5 s``."""
     seconds = time.time() - milliseconds / 1000
-    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,24 +1,53 @@
 """What is stored about the executions of a query, and where they go on.
 
+Theory of operation
+-------------------
 Before an execution its number and its window are stored, and after it that it is done: at the log server that has the
-query (``executions_server``), besides Spark's checkpoint. So a data cluster that has lost its checkpoint repeats
-exactly the execution that may have been published in part, or goes on behind the last one.
+query (``executions_server``), besides Spark's checkpoint in a folder. Each of the two can be lost, or be older than the
+other one (a server that has lost its last seconds, a folder that came back from a backup). ``resumption`` compares
+them: whichever is ahead counts, and a checkpoint that does not fit is begun again. So the execution that may have been
+published in part is repeated with the same number and the same window, or the next one goes on behind it.
+
+Only the newest data cluster may store progress: each has a *term*, larger than those before, at every log server.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 from dynamoth.data.records import DATA_PREFIX
+from dynamoth.edge.log import FENCED
 from dynamoth.machine.events import CommandPart
 from dynamoth.protocol.wire import parser, read_bytes
 
 TERM_KEY = DATA_PREFIX + b"term"
 """String at every log server: the term of the newest data cluster. One with a smaller term is refused by logs."""
+
+RAISE_TERM_SCRIPT = b"""local term = tonumber(redis.call('GET', KEYS[1]) or '0')
+if term < tonumber(ARGV[1]) then
+  redis.call('SET', KEYS[1], ARGV[1])
+  return tonumber(ARGV[1])
+end
+return term
+"""
+"""Raises the term to a number; returns the term after that, which is higher where a newer data cluster is there."""
+
+STORE_SCRIPT = (
+    b"""local term = redis.call('GET', KEYS[1])
+if term and tonumber(term) > tonumber(ARGV[1]) then
+  return redis.error_reply('"""
+    + FENCED.encode()
+    + b""" by a newer data cluster, term ' .. term)
+end
+redis.call('SET', KEYS[2], ARGV[2])
+return redis.status_reply('OK')
+"""
+)
+"""Stores a value, unless a newer data cluster is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +65,44 @@ class Progress:
     execution: int
     window: Window
     is_done: bool
-    #: How often the checkpoint was begun again.
-    checkpoint: int = 1
+    #: Whether the query was dropped, and its users got the last publication. This has a number as an execution has.
+    is_dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the checkpoint in the folder says."""
+
+    #: The execution before its first one.
+    base: int
+    #: Ends of windows that it has, by execution; the first one begins at ``start``.
+    ends: Mapping[int, Mapping[str, Any]]
+    #: The last execution that Spark has committed; ``base`` if there is none.
+    committed: int
+    start: Mapping[str, Any]
+
+    @property
+    def last(self) -> int:
+        """The last execution of which it has the window; ``base`` if there is none."""
+        return max(self.ends, default=self.base)
+
+    def progress(self) -> Progress | None:
+        """Return the last execution that it knows; None if it has the window of none."""
+        last = self.last
+        if last == self.base:
+            return None
+        return Progress(last, Window(self.ends.get(last - 1, self.start), self.ends[last]), self.committed >= last)
+
+    def fits(self, progress: Progress | None) -> bool:
+        """Tell whether it goes on where the stored progress ends, or is ahead of that."""
+        if progress is None:
+            return True
+        if progress.is_dropped:
+            return self.base == progress.execution  # it was begun after that
+        if progress.execution <= self.base:
+            return progress.execution < self.base or progress.is_done
+        end = self.ends.get(progress.execution)  # of old ones it has none any more
+        return progress.execution <= self.last and (end is None or end == progress.window.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +111,55 @@ class Continuation:
 
     #: The execution before its first one.
     base: int
-    #: Offsets before the first window; None: those of the source.
-    start: Mapping[str, Any] | None
+    #: Offsets before the first window; None: behind all records that there are.
+    start: Mapping[str, Any] | None = None
     #: End of the first window; None: that of the next tick.
-    first_end: Mapping[str, Any] | None
+    first_end: Mapping[str, Any] | None = None
 
 
 def continuation(progress: Progress | None) -> Continuation:
-    """Return where a new checkpoint begins, given what is stored."""
+    """Return where a new checkpoint begins, given the last execution that is known."""
     if progress is None:
-        return Continuation(0, None, None)
+        return Continuation(0)
+    if progress.is_dropped:
+        return Continuation(progress.execution)  # it is registered again: it is about what comes from now on
     if progress.is_done:
-        return Continuation(progress.execution, progress.window.end, None)
+        return Continuation(progress.execution, progress.window.end)
     return Continuation(progress.execution - 1, progress.window.start, progress.window.end)
+
+
+def resumption(
+    progress: Progress | None, checkpoint: Checkpoint | None, *, reads_the_same: bool
+) -> Continuation | None:
+    """Return where a new checkpoint has to begin; None: the one that there is goes on.
+
+    Args:
+        progress: stored at the log server; None if there is nothing.
+        checkpoint: of the folder; None if there is none.
+        reads_the_same: whether the query reads the same datasets as when the checkpoint was begun.
+
+    """
+    if checkpoint is None or not checkpoint.fits(progress):
+        return continuation(progress)
+    if reads_the_same:
+        return None
+    last = checkpoint.progress()
+    if last is None:
+        return Continuation(checkpoint.base, checkpoint.start)
+    return continuation(last if progress is None or last.execution > progress.execution else progress)
+
+
+def with_new_datasets(offsets: Mapping[str, Any], tips: Mapping[str, int]) -> Mapping[str, Any]:
+    """Return offsets with the present ends of those datasets that they do not know: a query has begun to read them.
+
+    A partition that a known dataset has got since is read from its first record on.
+    """
+    known = {name.rpartition("/")[0] for name in offsets["offsets"]}
+    new = {name: tip for name, tip in tips.items() if name.rpartition("/")[0] not in known}
+    return {**offsets, "offsets": {**offsets["offsets"], **new}}
+
+
+# Keys and commands.
 
 
 def executions_key(query: str) -> bytes:
@@ -66,26 +167,40 @@ def executions_key(query: str) -> bytes:
     return DATA_PREFIX + b"{" + query.encode() + b"}:progress"
 
 
-def state_key(query: str) -> bytes:
-    """Return the key of what people see of a query: JSON, which the data cluster renews while it runs."""
-    return DATA_PREFIX + b"{" + query.encode() + b"}:state"
-
-
 def executions_server(query: str, servers: Sequence[str]) -> str:
-    """Return which of the log servers has a query's progress (rendezvous hashing, by id)."""
+    """Return which of the log servers has a query's progress and status (rendezvous hashing, by id)."""
     return max(servers, key=lambda server: blake2b(f"{server} query {query}".encode(), digest_size=8).digest())
 
 
-def store_progress_command(query: str, progress: Progress) -> tuple[CommandPart, ...]:
-    """Return the command that stores the progress of a query."""
+def restart_key(query: str) -> bytes:
+    """Return the key of an operator's order to begin again behind all records that there are: a string, Unix ms.
+
+    It is at the server of the progress. Who carries it out deletes it.
+    """
+    return DATA_PREFIX + b"{" + query.encode() + b"}:restart"
+
+
+def status_key(query: str) -> bytes:
+    """Return the key of a query's status: a string, at the server of the progress."""
+    return DATA_PREFIX + b"{" + query.encode() + b"}:status"
+
+
+def raise_term_command(term: int) -> tuple[CommandPart, ...]:
+    """Return the command that raises the term of a server to at least ``term``, and returns it."""
+    return b"EVAL", RAISE_TERM_SCRIPT, b"1", TERM_KEY, b"%d" % term
+
+
+def store_progress_command(query: str, progress: Progress, term: int) -> tuple[CommandPart, ...]:
+    """Return the command that stores the progress of a query; refused with ``FENCED`` for a former data cluster."""
     values = {
         "execution": progress.execution,
         "start": progress.window.start,
         "end": progress.window.end,
         "done": progress.is_done,
-        "checkpoint": progress.checkpoint,
+        "dropped": progress.is_dropped,
     }
-    return b"SET", executions_key(query), json.dumps(values, separators=(",", ":")).encode()
+    text = json.dumps(values, separators=(",", ":")).encode()
+    return b"EVAL", STORE_SCRIPT, b"2", TERM_KEY, executions_key(query), b"%d" % term, text
 
 
 @parser("the progress of a query")
@@ -95,7 +210,46 @@ def parse_progress(reply: Any) -> Progress | None:
         return None
     values = json.loads(read_bytes(reply))
     window = Window(values["start"], values["end"])
-    return Progress(int(values["execution"]), window, bool(values["done"]), int(values["checkpoint"]))
+    return Progress(int(values["execution"]), window, bool(values["done"]), bool(values.get("dropped")))
+
+
+# What people see.
+
+
+@dataclass
+class QueryStatus:
+    """The state of a query, for people: ``dynamoth query status``."""
+
+    #: ``running``, ``failing``, ``refused`` (its definition cannot be executed) or ``dropped``.
+    state: str = "running"
+    #: Since when, in ms since 1970.
+    since_ms: int = 0
+    reason: str = ""
+    version: int = 0
+    interests: int = 0
+    #: The last execution that has ended: its number, tick, end, and how long it took.
+    execution: int = 0
+    tick_ms: int = 0
+    ended_ms: int = 0
+    seconds: float = 0.0
+    #: Counted since the query was registered: executions, failures, overruns, ticks missed, result sets ...
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def store_status_command(query: str, status: QueryStatus, term: int) -> tuple[CommandPart, ...]:
+    """Return the command that stores the status of a query; refused with ``FENCED`` for a former data cluster."""
+    text = json.dumps({name: getattr(status, name) for name in QueryStatus.__dataclass_fields__}).encode()
+    return b"EVAL", STORE_SCRIPT, b"2", TERM_KEY, status_key(query), b"%d" % term, text
+
+
+@parser("the status of a query")
+def parse_status(reply: Any) -> QueryStatus | None:
+    """Read the reply of a GET of ``status_key``; None where nothing is stored. Raises MalformedMessage."""
+    if reply is None:
+        return None
+    values = json.loads(read_bytes(reply))
+    known = {name: values[name] for name in QueryStatus.__dataclass_fields__ if name in values}
+    return QueryStatus(**known)
 
 
 def ticks_missed(start_ms: int, end_ms: int, period_s: float, ended_ms: int) -> int:

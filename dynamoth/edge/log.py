@@ -341,9 +341,12 @@ def read_epoch(value: Any) -> int:
     return int(value, 16)
 
 
+SCRIPTS = (APPEND_SCRIPT, APPEND_MANY_SCRIPT, READ_SCRIPT, TIPS_SCRIPT)
+
+
 def is_script(words: Sequence[bytes]) -> bool:
     """Tell whether a command is a script of this module."""
-    return len(words) > 1 and words[0] == b"EVAL" and words[1] in (APPEND_SCRIPT, READ_SCRIPT, TIPS_SCRIPT)
+    return len(words) > 1 and words[0] == b"EVAL" and words[1] in SCRIPTS
 
 
 def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
@@ -353,6 +356,8 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     """
     if words[1] == TIPS_SCRIPT:
         return _evaluate_tips(words, execute)
+    if words[1] == APPEND_MANY_SCRIPT:
+        return _evaluate_append_many(words, execute)
     epoch, offset, term_text, executed, executed_at = evaluate_begin(words, execute)
     meta_key, stream_key = words[3:5]
     arguments = words[5:]
@@ -376,6 +381,21 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     if execution > 0:
         execute(b"HSET", meta_key, b"execution", b"%d" % execution, b"executed_at", b"%d" % offset)
     return [epoch, offset, 1]
+
+
+def _evaluate_append_many(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
+    """Append to one log after the other; those before one that refuses keep what they got, as in Redis."""
+    count = int(words[2])
+    keys, (run_id, ttl_ms, term, execution, retained_min, *rest) = words[3 : 3 + count], words[3 + count :]
+    reply: list[Any] = []
+    for number in range(0, count, 2):
+        epoch, payload = rest[number : number + 2]
+        arguments = (run_id, epoch, ttl_ms, term, execution, retained_min, payload)
+        one = evaluate([b"EVAL", APPEND_SCRIPT, b"2", *keys[number : number + 2], *arguments], execute)
+        if isinstance(one, ErrorReply):
+            return one
+        reply += one
+    return reply
 
 
 def _evaluate_tips(words: Sequence[bytes], execute: Callable[..., Any]) -> list[Any]:

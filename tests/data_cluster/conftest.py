@@ -1,33 +1,36 @@
-"""The Spark session of the tests of jobs, and log servers."""
+"""The Spark session of all tests here, and servers with datasets and queries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
-from dynamoth_analytics.cluster.servers import LogServers, read_servers
-from dynamoth_cli.local.embedded import EmbeddedRedis
-from tests.analytics.conftest import pytest_collection_modifyitems as pytest_collection_modifyitems
-from tests.analytics.conftest import spark as spark
+from dynamoth_analytics.cluster.source import DynamothSource
+from tests.analytics.conftest import pytest_collection_modifyitems, spark
+from tests.data_cluster.world import World
+
+__all__ = ["pytest_collection_modifyitems", "spark"]
 
 
 @pytest.fixture(scope="session")
-def log_processes() -> Iterator[tuple[EmbeddedRedis, EmbeddedRedis]]:
-    with EmbeddedRedis() as first, EmbeddedRedis() as second:
-        yield first, second
+def driver(spark: SparkSession) -> SparkSession:
+    """The session, which knows datasets."""
+    spark.dataSource.register(DynamothSource)
+    return spark
 
 
 @pytest.fixture
-def logs(log_processes: tuple[EmbeddedRedis, EmbeddedRedis]) -> str:
-    """Two log servers, empty."""
-    text = " ".join(f"l{number}=redis://127.0.0.1:{each.port}" for number, each in enumerate(log_processes, 1))
-    servers = read_servers(text)
-    for id_ in servers.ids:
-        servers.run(id_, (b"FLUSHALL",))
-    return text
+def make_world(tmp_path: Path) -> Iterator[Callable[[], World]]:
+    """Makes worlds that end with the test."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(World(tmp_path))
 
 
 @pytest.fixture
-def servers(logs: str) -> LogServers:
-    return read_servers(logs)
+def world(make_world: Callable[[], World]) -> World:
+    """Two log servers and a server for notifications."""
+    return make_world()

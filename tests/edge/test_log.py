@@ -14,9 +14,11 @@ from dynamoth.edge.log import (
     LogOptions,
     LogPage,
     append_command,
+    append_many_command,
     log_keys,
     log_server,
     parse_appended,
+    parse_appended_many,
     parse_page,
     read_command,
     tips_command,
@@ -30,11 +32,19 @@ from dynamoth_sim.world.world import World
 
 OPTIONS = LogOptions()
 LOG = "a" * 22
+OTHER = "b" * 22
 EPOCH, OTHER_EPOCH = 0x1234, 0xABCD
 
 
 def append(payload: bytes, run: str = "run1", epoch: int = EPOCH, **arguments: Any) -> tuple[CommandPart, ...]:
     return append_command(LOG, payload, run, epoch, arguments.pop("options", OPTIONS), **arguments)
+
+
+def append_many(
+    *publications: tuple[str, bytes], run: str = "run1", epoch: int = EPOCH, term: int = 1, execution: int = 1
+) -> tuple[CommandPart, ...]:
+    new = [(interest_id, payload, epoch + number) for number, (interest_id, payload) in enumerate(publications)]
+    return append_many_command(new, run, OPTIONS, term, execution)
 
 
 def read(after: int = 0, count: int = 10, run: str = "run1", epoch: int = EPOCH) -> tuple[CommandPart, ...]:
@@ -107,6 +117,28 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         tips_command(["b" * 22, LOG], "run2", LogOptions(durable=True)),
         read(),
     ],
+    "one execution for many logs": [
+        append_many((LOG, b"a"), (OTHER, b"b")),
+        append_many((OTHER, b"b"), (LOG, b"a"), epoch=OTHER_EPOCH),
+        append_many((LOG, b"c"), execution=2),
+        append_many((LOG, b"c"), (OTHER, b"d"), execution=2),
+        append_many((LOG, b"a"), (OTHER, b"b")),
+        append(b"one", execution=2),
+        append(b"from nobody"),
+        append_many((LOG, b"c"), (OTHER, b"d"), execution=2),
+        read(),
+    ],
+    "many logs of a server that has lost them": [
+        append_many((LOG, b"a"), (OTHER, b"b"), execution=3),
+        append_many((LOG, b"a"), (OTHER, b"b"), run="run2", epoch=OTHER_EPOCH, execution=3),
+        read(run="run2"),
+    ],
+    "many logs, one of which has a newer writer": [
+        append(b"a", term=5),
+        append_many((OTHER, b"b"), (LOG, b"c"), term=4),
+        append_many((OTHER, b"b"), (LOG, b"c"), term=5),
+        read(),
+    ],
     "a lost log keeps its fence": [append(b"a", term=5), append(b"b", run="run2", epoch=OTHER_EPOCH, term=4)],
 }
 
@@ -127,7 +159,7 @@ def server() -> Any:
 def test_redis_and_its_model_reply_alike(story: str, server: EmbeddedRedis) -> None:
     address = f"redis://127.0.0.1:{server.port}"
     commands = STORIES[story]
-    replies = asyncio.run(query(address, (b"DEL", *log_keys(LOG)), *commands))[1:]
+    replies = asyncio.run(query(address, (b"DEL", *log_keys(LOG), *log_keys(OTHER)), *commands))[1:]
     assert [_plain(reply) for reply in replies] == [_plain(reply) for reply in model(commands)]
 
 
@@ -146,6 +178,9 @@ def test_what_the_replies_mean() -> None:
     last, former = model([*commands, append(b"b", execution=2), append(b"a", execution=1)])[3:]
     assert parse_appended(last) == Appended(EPOCH, 2, is_new=False)
     assert parse_appended(former) == Appended(EPOCH, 3, is_new=False, is_exact=False)
+    many, again = model([append_many((LOG, b"a"), (OTHER, b"b")), append_many((OTHER, b"b"), (LOG, b"a"))])
+    assert parse_appended_many(many) == [Appended(EPOCH, 1, is_new=True), Appended(EPOCH + 1, 1, is_new=True)]
+    assert parse_appended_many(again) == [Appended(EPOCH + 1, 1, is_new=False), Appended(EPOCH, 1, is_new=False)]
     refused = model([append(b"a", term=2), append(b"b", term=1)])[1]
     assert isinstance(refused, ErrorReply)
     assert str(refused).startswith(FENCED)

@@ -62,7 +62,7 @@ class Archiver:
     def __init__(self, servers: LogServers, folder: Path, hot_records: int = 100_000) -> None:
         self._servers = servers
         self._folder = folder
-        self._hot_records = hot_records
+        self.hot_records = hot_records
         self._positions: dict[str, int] = {}
         self.records = 0
 
@@ -103,8 +103,8 @@ class Archiver:
 
     def _trim(self, server: str, name: str) -> None:
         stream = partition_keys(name)[1]
-        kept = self._servers.run(server, (b"XREVRANGE", stream, b"+", b"-", b"COUNT", b"%d" % (self._hot_records + 1)))
-        if len(kept) > self._hot_records:
+        kept = self._servers.run(server, (b"XREVRANGE", stream, b"+", b"-", b"COUNT", b"%d" % (self.hot_records + 1)))
+        if len(kept) > self.hot_records:
             self._servers.run(server, trim_command(name, int(kept[-1][0].partition(b"-")[0])))
 
     def _write(self, dataset: Dataset, partition: int, batch: Any, first: int, last: int) -> None:

@@ -7,15 +7,16 @@ The source ends each window at a tick of the query. Spark writes the window to i
 executions before this checkpoint, is the number of the execution: what a crash has left half done is done again under
 the same number, and logs do not take it twice.
 
-What an execution reads besides is as of the end of its window, too: keyed snapshots at its offsets, and the interests
-that were registered before its tick.
+What an execution reads besides is as of the end of its window, too: keyed snapshots at its offsets, static datasets as
+they were loaded then, and the interests that were registered before its end was sealed.
+
+A failure ends the stream. It is started again later, with the same window: nothing is skipped.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 import time
 from collections import Counter
@@ -25,23 +26,34 @@ from pathlib import Path
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.executions import (
     Progress,
+    QueryStatus,
     Window,
-    continuation,
     executions_key,
     executions_server,
     parse_progress,
+    parse_status,
+    restart_key,
+    resumption,
+    status_key,
     store_progress_command,
+    store_status_command,
     ticks_missed,
+    with_new_datasets,
 )
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.interest_table import REGISTERED, InterestTable
+from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
+from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
+from dynamoth_analytics.cluster.interest_table import REGISTERED, InterestTable, interest_schema
+from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
-from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.cluster.sql import compile_query
 
@@ -52,9 +64,13 @@ RETRY_S = 5.0
 RETRY_S_MAX = 60.0
 """A query that fails is started again after ``RETRY_S``, and after twice the time each time, up to this one."""
 
-BASE_FILE = "base.json"
-
 _log = logging.getLogger("dynamoth.data-cluster")
+
+
+class Stopping(DynamothError):
+    """Raised in an execution that would begin while its query is stopped; the next start executes it."""
+
+    code = "stopping"
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,8 @@ class ClusterContext:
     term: int
     ttl_s: float
     snapshots: KeyedSnapshots
+    #: Set when a newer data cluster was met: this one has to end.
+    fenced: threading.Event = field(default_factory=threading.Event)
 
     def source_options(self) -> dict[str, str]:
         """Return the options of the source for all datasets."""
@@ -78,173 +96,264 @@ class ClusterContext:
             "archive": str(self.folder / "archive"),
         }
 
+    def publication(self, query: StandingQuery, execution: int, tick_ms: int) -> Publication:
+        """Return how the result sets of an execution are published."""
+        return Publication(
+            self.servers, self.cluster_url, query.name, query.version, execution, tick_ms, self.term,
+            query.inline_bytes_max if query.delivery == "inline" else -1, query.result_bytes_max, query.retained_min,
+            max(self.ttl_s, query.keep_s),
+        )  # fmt: skip
 
-@dataclass
-class QueryState:
-    """What people see of a query."""
+    def checkpoint(self, query: str) -> CheckpointFolder:
+        """Return the checkpoint of a query."""
+        return CheckpointFolder(self.folder / "checkpoints" / query)
 
-    execution: int = 0
-    #: Seconds of the last execution.
-    seconds: float = 0.0
-    failure: str | None = None
-    counts: Counter[str] = field(default_factory=Counter[str])
+    # What is stored about a query.
+
+    def progress(self, query: str) -> Progress | None:
+        """Return the stored progress of a query. Raises LogServerFailed."""
+        return parse_progress(self._get(query, executions_key(query)))
+
+    def store_progress(self, query: str, progress: Progress) -> None:
+        """Store the progress of a query. Raises LogServerFailed, also where a newer data cluster is there."""
+        self._run(query, store_progress_command(query, progress, self.term))
+
+    def status(self, query: str) -> QueryStatus | None:
+        """Return the stored status of a query. Raises LogServerFailed."""
+        return parse_status(self._get(query, status_key(query)))
+
+    def store_status(self, query: str, status: QueryStatus) -> None:
+        """Store the status of a query, if that is possible: it is only for people."""
+        try:
+            self._run(query, store_status_command(query, status, self.term))
+        except LogServerFailed as error:
+            _log.debug("the status of query %s is not stored: %s", query, error)
+
+    def _get(self, query: str, key: bytes) -> Any:
+        return self._run(query, (b"GET", key))
+
+    def _run(self, query: str, command: Any) -> Any:
+        return self.servers.run(executions_server(query, self.servers.ids), command)
 
 
 class QueryRunner:
-    """Executes one query until it is stopped. Threads of Spark call it back."""
+    """Executes one query until it is stopped. Threads of Spark call it back.
+
+    Raises ConfigError where the query cannot be executed, and LogServerFailed.
+    """
 
     def __init__(
         self, context: ClusterContext, query: StandingQuery, datasets: Mapping[str, Dataset], phase_s: float
     ) -> None:
-        """Compile the query. Raises ConfigError."""
         self.query = query
         self.datasets = dict(datasets)
-        self.state = QueryState()
         self._context = context
         self._compiled = compile_query(query, datasets)
         self._phase_s = phase_s
         self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)
+        self.status = context.status(query.name) or QueryStatus()
+        self._set_state("running")
         self._stream: StreamingQuery | None = None
         self._base = 0
-        self._start: Mapping[str, Any] = {}
-        self._checkpoint = context.folder / "checkpoints" / query.name
+        self._checkpoint = context.checkpoint(query.name)
         self._progress: Progress | None = None
+        #: The error of the execution that has failed: that of the stream quotes it in pages of text.
+        self._error: BaseException | None = None
+        #: When the last execution ended, by this process; 0: none.
         self._ended_ms = 0
         self._retry_at = 0.0
         self._retry_s = RETRY_S
-        self._lock = threading.Lock()
+        #: Held while an execution runs.
+        self._executing = threading.Lock()
+        self._is_stopping = False
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether its last execution has failed."""
+        return self.status.state == "failing"
 
     # The stream.
 
     def keep_running(self) -> None:
         """Start the stream if it does not run, and is not to wait. Raises LogServerFailed, OSError."""
         if self._stream is not None and not self._stream.isActive:
-            error = self._stream.exception()
-            self._stream = None
-            self._fail(str(error) if error is not None else "Spark has stopped it")
+            error = self._error or self._stream.exception()
+            self._stream, self._error = None, None
+            if error is not None:
+                self._fail(error)
         if self._stream is None and time.monotonic() >= self._retry_at:
             self._stream = self._start_stream()
 
-    def stop(self) -> None:
-        """Stop the stream; an execution that runs is repeated at the next start."""
-        if self._stream is not None:
-            self._stream.stop()
-            self._stream = None
+    def prepare_stop(self) -> None:
+        """Begin no further execution."""
+        self._is_stopping = True
 
-    def _fail(self, reason: str) -> None:
-        if self.state.failure is None:
-            self.state.failure = reason.splitlines()[0][:300]
-        self.state.counts["failures"] += 1
+    def stop(self, wait_s: float = 0.0) -> None:
+        """Stop the stream. An execution that runs may end within ``wait_s``; else the next start repeats it."""
+        self._is_stopping = True
+        if self._stream is None:
+            return
+        if wait_s > 0 and self._executing.acquire(timeout=wait_s):
+            self._executing.release()
+        stream, self._stream = self._stream, None
+        stream.stop()
+
+    def restart(self) -> None:
+        """Go on behind all records that there are now: an operator has ordered so. Raises LogServerFailed, OSError.
+
+        What is skipped is written down as an execution without results.
+        """
+        self.stop()
+        name, context = self.query.name, self._context
+        progress, checkpoint = context.progress(name), self._checkpoint.read()
+        last = max(progress.execution if progress else 0, checkpoint.last if checkpoint else 0)
+        end = self._now()
+        window = Window(progress.window.end if progress else end, end)
+        write_execution(
+            context.folder / "executions",
+            name,
+            {"execution": last + 1, "version": self.query.version, "start": window.start, "end": window.end}
+            | {"seconds": 0.0, "skipped": True},
+        )
+        context.store_progress(name, Progress(last + 1, window, is_done=True))
+        context.servers.run(executions_server(name, context.servers.ids), (b"DEL", restart_key(name)))
+        _log.warning("query %s: restarted by an operator: it goes on behind the records that there are", name)
+        self._retry_at, self._retry_s, self._ended_ms, self._is_stopping = 0.0, RETRY_S, 0, False
+        self._set_state("running")
+
+    def _fail(self, error: BaseException) -> None:
+        if is_fenced_by_another(error):
+            self._context.fenced.set()
+            return
+        reason = reason_of(error)
+        self._count({"failures": 1})
+        self._set_state("failing", reason)
+        _log.error(
+            "query %s failed; the same window is tried again in %g s: %s", self.query.name, self._retry_s, reason
+        )
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
-        _log.error("query %s failed; it is tried again with the same records: %s", self.query.name, self.state.failure)
 
     def _start_stream(self) -> StreamingQuery:
-        self._prepare_checkpoint()
-        begun = json.loads((self._checkpoint / BASE_FILE).read_text(encoding="utf-8"))
-        self._base, self._start = begun["base"], begun["start"] or {"tick_ms": 0, "offsets": {}}
-        others = [each for each in self.query.reads if self.datasets[each].kind != "static"]
+        self._progress = self._context.progress(self.query.name)
+        base = self._prepared_checkpoint()
+        self._base, self._is_stopping = base.execution, False
         reader: Any = self._context.spark.readStream.format("dynamoth").options(**self._context.source_options())
-        reader = reader.option("dataset", self.query.on).option("also", ",".join(others)).option("from", "now")
+        reader = reader.option("dataset", self.query.on).option("also", ",".join(self.query.reads))
         reader = reader.option("period_s", str(self.query.period_s)).option("phase_s", str(self._phase_s))
-        for option in ("start", "end"):
-            if begun[option] is not None:
-                reader = reader.option(option, json.dumps(begun[option]))
+        reader = reader.option("start", json.dumps(base.start))
+        if base.first_end is not None:
+            reader = reader.option("end", json.dumps(base.first_end))
         writer = reader.load().writeStream.queryName(self.query.name).foreachBatch(self._execute)
-        writer = writer.option("checkpointLocation", str(self._checkpoint / "spark"))
+        writer = writer.option("checkpointLocation", str(self._checkpoint.spark_folder))
         stream: StreamingQuery = writer.trigger(processingTime=TRIGGER).start()
         return stream
 
-    def _prepare_checkpoint(self) -> None:
-        """Use the checkpoint that there is, or begin one where the executions before it have ended."""
-        query, servers = self.query.name, self._context.servers
-        server = executions_server(query, servers.ids)
-        self._progress = parse_progress(servers.run(server, (b"GET", executions_key(query))))
-        if (self._checkpoint / BASE_FILE).exists():
-            return
-        if self._progress is not None:
+    def _prepared_checkpoint(self) -> Base:
+        """Return where the checkpoint begins: the one that there is, or a new one behind the last execution."""
+        base, datasets = self._checkpoint.base(), sorted(self.query.datasets)
+        begin = resumption(
+            self._progress, self._checkpoint.read(), reads_the_same=base is None or sorted(base.datasets) == datasets
+        )
+        if begin is None:
+            assert base is not None, "it goes on"
+            return base
+        if self._progress is not None and base is None and not self._progress.is_dropped:
             _log.warning(
-                "query %s has no checkpoint: it goes on behind what log server %s has stored, execution %d",
-                query, server, self._progress.execution,
+                "query %s has no checkpoint: it goes on where the log server says that execution %d %s",
+                self.query.name, self._progress.execution, "ended" if self._progress.is_done else "began",
             )  # fmt: skip
-        begin = continuation(self._progress)
-        shutil.rmtree(self._checkpoint, ignore_errors=True)
-        self._checkpoint.mkdir(parents=True)
-        hidden = self._checkpoint / "base.tmp"
-        values = {"base": begin.base, "start": begin.start, "end": begin.first_end}
-        hidden.write_text(json.dumps(values), encoding="utf-8")
-        hidden.rename(self._checkpoint / BASE_FILE)
+        now = self._now()
+        start = with_new_datasets(begin.start or now, now["offsets"])
+        end = None if begin.first_end is None else with_new_datasets(begin.first_end, now["offsets"])
+        base = Base(begin.base, start, end, datasets)
+        self._checkpoint.begin(base)
+        return base
+
+    def _now(self) -> dict[str, Any]:
+        """Return offsets behind all records that there are, as the source gives them."""
+        counts = {each.stream: each.partitions for each in self.datasets.values() if each.kind != "static"}
+        return {"tick_ms": 0, "offsets": self._context.servers.tips(counts)}
 
     # An execution.
 
-    def _window(self, batch: int) -> Window:
-        """Return the window of a batch: Spark has written it to the checkpoint before it calls."""
-
-        def end_of(number: int) -> Mapping[str, Any]:
-            if number < 0:
-                return self._start
-            text = (self._checkpoint / "spark" / "offsets" / str(number)).read_text(encoding="utf-8")
-            end: Mapping[str, Any] = json.loads(text.splitlines()[-1])
-            return end
-
-        return Window(end_of(batch - 1), end_of(batch))
-
     def _execute(self, records: DataFrame, batch: int) -> None:
         """Execute the query for the records of a window."""
-        began, execution, window = time.monotonic(), self._base + batch + 1, self._window(batch)
-        end, before = window.end, self._progress
-        missed = ticks_missed(window.start["tick_ms"], end["tick_ms"], self.query.period_s, self._ended_ms)
-        if missed and self._ended_ms:
-            self.state.counts["overruns"] += 1
-            self.state.counts["ticks_missed"] += missed
-            _log.warning("query %s took too long: it has missed %d ticks, and covers them now", self.query.name, missed)
-        if not (before is not None and before.execution >= execution and before.is_done):
-            self._store(Progress(execution, window, is_done=False))
-            counts = self._run(records, execution, window)
-            self._store(Progress(execution, window, is_done=True))
-            self.state.counts.update(counts)
-            self._write_down(execution, window, counts, time.monotonic() - began)
-        self.state.execution, self.state.seconds, self.state.failure = execution, time.monotonic() - began, None
-        self.state.counts["executions"] += 1
-        self._retry_s, self._ended_ms = RETRY_S, int(time.time() * 1000)
+        with self._executing:
+            if self._is_stopping:
+                raise Stopping("the query is stopped")
+            try:
+                self._execute_window(records, self._base + batch + 1, self._checkpoint.window(batch))
+            except Exception as error:
+                self._error = error
+                raise
 
-    def _store(self, progress: Progress) -> None:
-        server = executions_server(self.query.name, self._context.servers.ids)
-        self._context.servers.run(server, store_progress_command(self.query.name, progress))
-        self._progress = progress
+    def _execute_window(self, records: DataFrame, execution: int, window: Window) -> None:
+        began, name = time.monotonic(), self.query.name
+        self._note_overrun(window)
+        before, counts = self._progress, Counter[str]()
+        if not (before is not None and before.execution >= execution and before.is_done):
+            self._progress = Progress(execution, window, is_done=False)
+            self._context.store_progress(name, self._progress)
+            counts = self._run(records, execution, window)
+            values = {
+                "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,
+                "interests": len(self.table), "seconds": round(time.monotonic() - began, 3), **counts,
+            }  # fmt: skip
+            write_execution(self._context.folder / "executions", name, values)
+            self._progress = Progress(execution, window, is_done=True)
+            self._context.store_progress(name, self._progress)
+        self._count({"executions": 1, **counts})
+        self._retry_s, self._ended_ms = RETRY_S, int(time.time() * 1000)
+        status = self.status
+        status.execution, status.tick_ms, status.ended_ms = execution, window.end["tick_ms"], self._ended_ms
+        status.seconds, status.interests = round(time.monotonic() - began, 3), len(self.table)
+        self._set_state("running")
+
+    def _note_overrun(self, window: Window) -> None:
+        if not self._ended_ms:
+            return
+        missed = ticks_missed(window.start["tick_ms"], window.end["tick_ms"], self.query.period_s, self._ended_ms)
+        if missed:
+            self._count({"overruns": 1, "ticks_missed": missed})
+            _log.warning("query %s took too long: it has missed %d ticks, and covers them now", self.query.name, missed)
 
     def _run(self, records: DataFrame, execution: int, window: Window) -> Counter[str]:
         query, context, end = self.query, self._context, window.end
         spark = records.sparkSession  # the stream's own: views of the same name are others elsewhere
         self.table.refresh()
-        interests = spark.read.parquet(str(self.table.file())).where(f"{REGISTERED} <= {end['tick_ms']}")
-        views = {query.on: records, **{name: self._view(spark, name, end["offsets"]) for name in query.reads}}
-        results = self._compiled.run(spark, views, interests, end["tick_ms"])
-        publication = Publication(
-            context.servers, context.cluster_url, query.name, query.version, execution, end["tick_ms"], context.term,
-            query.inline_bytes_max if query.delivery == "inline" else -1, query.result_bytes_max, query.retained_min,
-            max(context.ttl_s, query.keep_s),
-        )  # fmt: skip
         counts: Counter[str] = Counter()
+        if not len(self.table):
+            return counts
+        stored = spark.read.schema(from_arrow_schema(interest_schema(query))).parquet(str(self.table.file()))
+        interests = stored.where(f"{REGISTERED} <= {end.get('sealed_ms', end['tick_ms'])}")
+        views = {query.on: records, **{name: self._view(spark, name, end) for name in query.reads}}
+        results = self._compiled.run(spark, views, interests, end["tick_ms"])
+        publication = context.publication(query, execution, end["tick_ms"])
         for row in results.mapInArrow(publication.publish, METRICS_SCHEMA).collect():
             counts.update(row.asDict())
         return counts
 
-    def _view(self, spark: SparkSession, name: str, offsets: Mapping[str, int]) -> DataFrame:
+    def _view(self, spark: SparkSession, name: str, end: Mapping[str, Any]) -> DataFrame:
+        """Return a dataset besides the one that the query is on, as of the end of a window."""
         dataset = self.datasets[name]
         if dataset.kind == "keyed":
-            return self._context.snapshots.at(spark, dataset, offsets)
-        reader: Any = spark.read.format("dynamoth").options(**self._context.source_options())
-        rows: DataFrame = reader.option("dataset", name).load()
+            return self._context.snapshots.at(spark, dataset, end["offsets"])
+        reader: Any = spark.read.format("dynamoth").options(**self._context.source_options()).option("dataset", name)
+        if name in end.get("static", {}):
+            reader = reader.option("loaded", str(end["static"][name]))
+        rows: DataFrame = reader.load()
         return rows
 
-    def _write_down(self, execution: int, window: Window, counts: Mapping[str, int], seconds: float) -> None:
-        """Note an execution, for those who check it later."""
-        folder = self._context.folder / "executions"
-        folder.mkdir(parents=True, exist_ok=True)
-        values = {
-            "query": self.query.name, "execution": execution, "version": self.query.version, "start": window.start,
-            "end": window.end, "seconds": round(seconds, 3), **counts,
-        }  # fmt: skip
-        with (folder / f"{self.query.name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+    # What people see.
+
+    def _count(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            self.status.counts[name] = self.status.counts.get(name, 0) + count
+
+    def _set_state(self, state: str, reason: str = "") -> None:
+        status = self.status
+        if status.state != state or not status.since_ms:
+            status.since_ms = int(time.time() * 1000)
+        status.state, status.reason, status.version = state, reason, self.query.version
+        self._context.store_status(self.query.name, status)

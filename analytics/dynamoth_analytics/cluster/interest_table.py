@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from typing import Any
 
 from dynamoth.data.queries import ParameterType, StandingQuery, canonical_values
 from dynamoth.data.registrations import (
+    CHANGES_MAX,
     REGISTRATIONS_PER_COMMAND_MAX,
     Registration,
     expire_command,
     parse_changes,
     parse_registration,
+    register_command,
     registration_keys,
 )
 from dynamoth_analytics.cluster.servers import LogServers
@@ -24,6 +27,8 @@ from dynamoth_analytics.files import arrow, parquet
 CHANGES_PER_READ = 5000
 
 REGISTERED = "_registered"
+
+_log = logging.getLogger("dynamoth.data-cluster")
 
 _TYPES: dict[ParameterType, Any] = {
     "string": arrow.string(),
@@ -48,6 +53,8 @@ class _Mirror:
     #: Id of the last change that was read; None: nothing was read yet.
     position: str | None = None
     registrations: dict[str, Registration] = field(default_factory=dict[str, Registration])
+    #: Those that fit this version of the query, as rows of the table.
+    rows: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, "tuple[Any, ...]"])
 
 
 class InterestTable:
@@ -90,72 +97,111 @@ class InterestTable:
             assert self._file is not None, "it was written"
             return self._file
 
-    def expire(self) -> int:
-        """End the interests whose time is over; return how many. Raises LogServerFailed."""
-        count = 0
-        for id_ in self._servers.ids:
-            _, expiry, _ = registration_keys(self._query.name)
-            while True:
-                seconds, _ = self._servers.run(id_, (b"TIME",))
-                limit = b"%d" % REGISTRATIONS_PER_COMMAND_MAX
-                command = (b"ZRANGEBYSCORE", expiry, b"-inf", b"%d" % (int(seconds) * 1000), b"LIMIT", b"0", limit)
-                late = [each.decode() for each in self._servers.run(id_, command)]
-                if not late:
-                    break
-                count += self._servers.run(id_, expire_command(self._query.name, late))
-        return count
+    def ids(self) -> list[str]:
+        """Return the ids of the interests that were read last."""
+        with self._lock:
+            return [each for mirror in self._mirrors.values() for each in mirror.registrations]
 
     def _read(self, id_: str, mirror: _Mirror) -> None:
-        interests, _, changes = registration_keys(self._query.name)
-        if mirror.position is not None:
-            first = self._servers.run(id_, (b"XRANGE", changes, b"-", b"+", b"COUNT", b"1"))
-            is_there = bool(first) and _is_at_most(first[0][0].decode(), mirror.position)
-            if not is_there and first:
-                mirror.position = None  # changes that were not read are gone
-        if mirror.position is None:
-            last = self._servers.run(id_, (b"XREVRANGE", changes, b"+", b"-", b"COUNT", b"1"))
-            mirror.position = last[0][0].decode() if last else "0-0"
-            stored = self._servers.run(id_, (b"HGETALL", interests))
-            mirror.registrations = {
-                each.interest_id: each for each in (parse_registration(*pair) for pair in stored.items())
-            }
-            self._is_changed = True
+        changes = registration_keys(self._query.name)[2]
+        if mirror.position is None or not self._has_all_changes(id_, mirror):
+            self._read_all(id_, mirror)
             return
         while True:
             command = (b"XRANGE", changes, b"(" + mirror.position.encode(), b"+", b"COUNT", b"%d" % CHANGES_PER_READ)
             new = parse_changes(self._servers.run(id_, command))
             for mirror.position, registration in new:
-                self._is_changed = True
-                if registration.params is None:
-                    mirror.registrations.pop(registration.interest_id, None)
-                else:
-                    mirror.registrations[registration.interest_id] = registration
+                self._put(mirror, registration)
             if len(new) < CHANGES_PER_READ:
                 return
 
+    def _has_all_changes(self, id_: str, mirror: _Mirror) -> bool:
+        """Tell whether the stream of changes goes on where it was read last: not trimmed, and not lost."""
+        changes, position = registration_keys(self._query.name)[2], mirror.position or "0-0"
+        one = (b"COUNT", b"1")
+        first, last = self._servers.run_all(
+            id_, [(b"XRANGE", changes, b"-", b"+", *one), (b"XREVRANGE", changes, b"+", b"-", *one)]
+        )
+        if not first:
+            return not mirror.registrations
+        return _is_at_most(first[0][0].decode(), position) and _is_at_most(position, last[0][0].decode())
+
+    def _read_all(self, id_: str, mirror: _Mirror) -> None:
+        """Read the registrations as they are now; those that the server has lost are stored there again.
+
+        Brokers renew registrations only now and then: until then, their users would get nothing, and no gap either.
+        """
+        interests, _, changes = registration_keys(self._query.name)
+        last, changed, stored = self._servers.run_all(
+            id_, [(b"XREVRANGE", changes, b"+", b"-", b"COUNT", b"1"), (b"XLEN", changes), (b"HGETALL", interests)]
+        )
+        former, mirror.position = mirror.registrations, last[0][0].decode() if last else "0-0"
+        mirror.registrations, mirror.rows, self._is_changed = {}, {}, True
+        for pair in stored.items():
+            self._put(mirror, parse_registration(*pair))
+        if changed >= CHANGES_MAX:
+            return  # it has lost none: this reader was too far behind
+        lost = [each for interest_id, each in former.items() if interest_id not in mirror.registrations]
+        for begin in range(0, len(lost), REGISTRATIONS_PER_COMMAND_MAX):
+            part = lost[begin : begin + REGISTRATIONS_PER_COMMAND_MAX]
+            again = [(each.interest_id, each.params or "{}", self._query.keep_s) for each in part]
+            self._servers.run(id_, register_command(self._query.name, again))
+        for each in lost:
+            self._put(mirror, each)  # with the former time: the execution that begins is about it
+        if lost:
+            text = "log server %s has lost %d interests of query %s: they are stored there again"
+            _log.warning(text, id_, len(lost), self._query.name)
+
+    def _put(self, mirror: _Mirror, registration: Registration) -> None:
+        """Take what a server says about one interest."""
+        self._is_changed = True
+        interest_id = registration.interest_id
+        mirror.rows.pop(interest_id, None)
+        if registration.params is None:
+            mirror.registrations.pop(interest_id, None)
+            return
+        mirror.registrations[interest_id] = registration
+        values = canonical_values(registration.params)
+        parameters = self._query.parameters
+        if not any(each.check(values.get(each.name)) for each in parameters):  # else it is of another version
+            mirror.rows[interest_id] = (
+                interest_id, registration.at_ms, *(_column(each.type, values[each.name]) for each in parameters)
+            )  # fmt: skip
+
     def _write(self) -> None:
-        columns: dict[str, list[Any]] = {name: [] for name in interest_schema(self._query).names}
-        for mirror in self._mirrors.values():
-            for registration in mirror.registrations.values():
-                values = canonical_values(registration.params or "{}")
-                if any(each.check(values.get(each.name)) for each in self._query.parameters):
-                    continue  # of another version of the query
-                columns["_interest"].append(registration.interest_id)
-                columns[REGISTERED].append(registration.at_ms)
-                for each in self._query.parameters:
-                    value = values[each.name]
-                    if each.type == "int" and isinstance(value, float):
-                        value = int(value)
-                    columns[PARAMETER_PREFIX + each.name].append(value)
+        schema = interest_schema(self._query)
+        rows = [row for mirror in self._mirrors.values() for row in mirror.rows.values()]
+        columns = [*zip(*rows, strict=True)] or [()] * len(schema)
+        arrays = [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         self._version += 1
-        former, file = self._file, self._folder / f"{self._version}.parquet"
+        file = self._folder / f"{self._version}.parquet"
         hidden = file.with_suffix(".tmp")
-        parquet.write_table(arrow.table(columns, schema=interest_schema(self._query)), hidden)
+        parquet.write_table(arrow.Table.from_arrays(arrays, schema=schema), hidden)
         os.rename(hidden, file)
         self._file, self._is_changed = file, False
-        if former is not None:
-            # An execution that runs may read the former one: the one before that is not needed any more.
-            (self._folder / f"{self._version - 2}.parquet").unlink(missing_ok=True)
+        # An execution that runs may read the former one: the one before that is not needed any more.
+        (self._folder / f"{self._version - 2}.parquet").unlink(missing_ok=True)
+
+
+def _column(type_: ParameterType, value: Any) -> Any:
+    """Return a value of a parameter as its column has it: ``1.0`` is an int where the parameter is one."""
+    return int(value) if type_ == "int" else float(value) if type_ == "float" else value
+
+
+def expire_interests(servers: LogServers, query: str) -> int:
+    """End the interests of a query whose time is over; return how many. Raises LogServerFailed."""
+    count = 0
+    _, expiry, _ = registration_keys(query)
+    limit = b"%d" % REGISTRATIONS_PER_COMMAND_MAX
+    for id_ in servers.ids:
+        while True:
+            seconds, _ = servers.run(id_, (b"TIME",))
+            command = (b"ZRANGEBYSCORE", expiry, b"-inf", b"%d" % (int(seconds) * 1000), b"LIMIT", b"0", limit)
+            late = [each.decode() for each in servers.run(id_, command)]
+            if not late:
+                break
+            count += servers.run(id_, expire_command(query, late))
+    return count
 
 
 def _is_at_most(one: str, other: str) -> bool:

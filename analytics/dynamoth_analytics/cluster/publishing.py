@@ -68,24 +68,35 @@ class Publication:
         import pyarrow as arrow  # pyright: ignore[reportMissingTypeStubs] workers import it when they need it
 
         counts = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
+
+        def payloads() -> Iterator[tuple[str, bytes]]:
+            for batch in batches:
+                columns = (batch.column(name).to_pylist() for name in ("interest", "rows", "result"))
+                for interest, rows, result in zip(*columns, strict=True):
+                    counts["rows"] += rows
+                    yield interest, self._payload(rows, result, counts)
+
+        self.publish_payloads(payloads(), counts)
+        yield arrow.RecordBatch.from_pydict({name: [count] for name, count in counts.items()})
+
+    def publish_payloads(self, payloads: Iterable[tuple[str, bytes]], counts: dict[str, int]) -> None:
+        """Publish one payload for each of these interests, and count.
+
+        Raises LogServerFailed (a server has not answered for ``RETRY_S_MAX``) and Fenced.
+        """
         by_server: dict[str, list[tuple[str, bytes]]] = {id_: [] for id_ in self.servers.ids}
         sizes = dict.fromkeys(by_server, 0)
-        for batch in batches:
-            columns = (batch.column(name).to_pylist() for name in ("interest", "rows", "result"))
-            for interest, rows, result in zip(*columns, strict=True):
-                payload = self._payload(rows, result, counts)
-                counts["rows"] += rows
-                counts["bytes"] += len(payload)
-                server = log_server(interest, self.servers.ids)
-                by_server[server].append((interest, payload))
-                sizes[server] += len(payload)
-                if len(by_server[server]) >= APPENDS_PER_COMMAND or sizes[server] >= COMMAND_BYTES_MAX:
-                    self._publish(server, by_server[server], counts)
-                    by_server[server], sizes[server] = [], 0
+        for interest, payload in payloads:
+            counts["bytes"] += len(payload)
+            server = log_server(interest, self.servers.ids)
+            by_server[server].append((interest, payload))
+            sizes[server] += len(payload)
+            if len(by_server[server]) >= APPENDS_PER_COMMAND or sizes[server] >= COMMAND_BYTES_MAX:
+                self._publish(server, by_server[server], counts)
+                by_server[server], sizes[server] = [], 0
         for server, waiting in by_server.items():
             if waiting:
                 self._publish(server, waiting, counts)
-        yield arrow.RecordBatch.from_pydict({name: [count] for name, count in counts.items()})
 
     def _payload(self, rows: int, result: str, counts: dict[str, int]) -> bytes:
         payload = result_payload(self.query, self.version, self.execution, self.tick_ms, result)

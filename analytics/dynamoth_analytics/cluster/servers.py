@@ -82,6 +82,11 @@ class LogServers:
             merged(parse_entries(queries) for _, queries in replies),
         )
 
+    def now_ms(self) -> int:
+        """Return the latest time of all servers, by their clocks, in ms since 1970. Raises LogServerFailed."""
+        times = [self.run(id_, (b"TIME",)) for id_ in self.ids]
+        return max(int(seconds) * 1000 + int(microseconds) // 1000 for seconds, microseconds in times)
+
     def server_of(self, partition: str) -> str:
         """Return which server has a partition."""
         return partition_server(partition, self.ids)

@@ -17,7 +17,9 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 ``from``            of a stream: ``begin`` (default): from the first record on; ``now``: what is stored from now on
 ``period_s``        of a stream: its ends are those of ticks, this far apart; 0 (default): whatever is there
 ``phase_s``         of a stream: ticks are so many seconds after the multiples of ``period_s``
-``also``            of a stream: names of other datasets, separated by commas, whose ends are recorded in the offsets
+``also``            of a stream: names of other datasets, separated by commas, whose ends are recorded in the offsets;
+                    of static ones it is what is loaded
+``loaded``          of a batch: which load of a static dataset; the latest if it is missing
 ``start``, ``end``  offsets as JSON: of a batch its range; of a stream where it begins, and the end of its first window
 ==================  ===============================================================================================
 """
@@ -27,7 +29,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
+from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth_analytics.cluster.reading import read_range, record_schema
@@ -52,16 +55,18 @@ class Offsets:
     """Where a window ends: the last offset of each partition, the tick, and the versions of static datasets."""
 
     tick_ms: int
+    #: A time after the offsets were read, by the clocks of the log servers. An interest that was registered until then
+    #: is part of the execution: so a record that came behind a registration is never in an execution without it.
+    sealed_ms: int
     offsets: Mapping[str, int]
+    static: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """Return them as Spark keeps them."""
-        return {"tick_ms": self.tick_ms, "offsets": dict(self.offsets)}
-
-
-def read_offsets(value: Mapping[str, Any]) -> Offsets:
-    """Read what ``Offsets.to_json`` returns."""
-    return Offsets(value["tick_ms"], value["offsets"])
+        return {
+            "tick_ms": self.tick_ms, "sealed_ms": self.sealed_ms, "offsets": dict(self.offsets),
+            "static": dict(self.static),
+        }  # fmt: skip
 
 
 @dataclass
@@ -111,6 +116,8 @@ class DynamothSource(DataSource):
         dataset = servers.catalog().dataset(name)
         if dataset is None:
             raise ConfigError(f"there is no dataset {name!r}: `dynamoth dataset list` shows those that there are")
+        if (loaded := self.options.get("loaded")) is not None:
+            dataset = replace(dataset, loaded=int(loaded))
         archive = self.options.get("archive")
         return _Place(servers, dataset, Path(archive) if archive else None)
 
@@ -161,14 +168,22 @@ class _StreamReader(DataSourceStreamReader):
         self._first_end = options.get("end")
         catalog = place.servers.catalog()
         others = [catalog.dataset(name) for name in options.get("also", "").split(",") if name]
-        self._counts = {each.stream: each.partitions for each in (place.dataset, *others) if each is not None}
-        self._last: dict[str, Any] | None = None
+        known = [place.dataset, *(each for each in others if each is not None)]
+        self._counts = {each.stream: each.partitions for each in known if each.kind != "static"}
+        self._static = [each.name for each in known if each.kind == "static"]
 
     def initialOffset(self) -> dict[str, Any]:
         if self._start:
             return dict(json.loads(self._start))
         tips = self._place.servers.tips(self._counts) if self._is_from_now else dict.fromkeys(self._names(), 0)
-        return Offsets(self._tick_ms(), tips).to_json()
+        return self._sealed(self._tick_ms(), tips).to_json()
+
+    def _sealed(self, tick_ms: int, tips: Mapping[str, int]) -> Offsets:
+        """Return the end of a window, whose tips were read before."""
+        servers = self._place.servers
+        catalog = servers.catalog() if self._static else Catalog()
+        loaded = {name: catalog.datasets[name].loaded for name in self._static if name in catalog.datasets}
+        return Offsets(tick_ms, servers.now_ms(), tips, loaded)
 
     def _names(self) -> list[str]:
         return [f"{name}/{number}" for name, count in self._counts.items() for number in range(count)]
@@ -198,7 +213,7 @@ class _StreamReader(DataSourceStreamReader):
                     " records. Restore the server, or `dynamoth query restart` to go on with what there is"
                 )
             is_new |= name.startswith(own) and tip > before.get(name, 0)
-        return Offsets(tick_ms, tips).to_json() if is_new else start
+        return self._sealed(tick_ms, tips).to_json() if is_new else start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         return self._place.ranges(start["offsets"], end["offsets"]) or [_Range(0, 0, 0)]

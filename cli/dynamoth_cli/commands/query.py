@@ -5,24 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+import time
+from dataclasses import asdict
 from typing import Any
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.executions import (
-    Progress,
-    Window,
+    QueryStatus,
     executions_key,
     executions_server,
     parse_progress,
-    state_key,
-    store_progress_command,
+    parse_status,
+    restart_key,
+    status_key,
 )
-from dynamoth.data.queries import write_query
-from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
+from dynamoth.data.queries import StandingQuery, write_query
 from dynamoth.data.registrations import registration_keys
 from dynamoth.errors import ConfigError, printable
-from dynamoth_cli.data_admin import add_access, drop, find_dataset, read_definitions, register, with_servers
+from dynamoth_cli.data_admin import add_access, ago, drop, read_definitions, register, with_servers
 from dynamoth_client.runtime.data_links import DataLinks
 
 
@@ -81,30 +81,34 @@ def _print(lines: list[str]) -> None:
         sys.stdout.write(f"{printable(line)}\n")
 
 
-async def _state(links: DataLinks, name: str) -> dict[str, Any]:
-    """Return what the data cluster says about a query; empty while none runs."""
-    server = executions_server(name, links.ids)
-    reply = await links.command(server, (b"GET", state_key(name)), repeats=True)
-    state: dict[str, Any] = json.loads(reply) if reply is not None else {}
-    return state
+async def _status(links: DataLinks, name: str) -> QueryStatus | None:
+    """Return what the data cluster has said about a query last; None if it never has."""
+    return parse_status(
+        await links.command(executions_server(name, links.ids), (b"GET", status_key(name)), repeats=True)
+    )
 
 
-def _described(state: dict[str, Any]) -> str:
-    if not state:
-        return "not executed: no data cluster runs"
-    if state.get("failure"):
-        return f"FAILING: {state['failure']}"
-    return f"execution {state['execution']}, {state['seconds']:.1f} s, {state['interests']} interests"
+def _described(status: QueryStatus | None) -> str:
+    if status is None:
+        return "not executed yet: is `dynamoth data-cluster` running?"
+    if status.state != "running":
+        return f"{status.state} for {ago(status.since_ms)}: {status.reason}" if status.reason else status.state
+    if not status.execution:
+        return "running, not executed yet"
+    last = f"execution {status.execution} {ago(status.ended_ms)} ago, in {status.seconds:.1f} s"
+    return f"{last}, {status.interests} interests"
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    async def gather(links: DataLinks) -> tuple[Catalog, dict[str, dict[str, Any]]]:
+    async def gather(links: DataLinks) -> tuple[Catalog, dict[str, QueryStatus | None]]:
         catalog = await links.catalog()
-        return catalog, {name: await _state(links, name) for name in catalog.queries}
+        return catalog, {name: await _status(links, name) for name in catalog.queries}
 
     catalog, states = with_servers(arguments, gather)
     if arguments.json:
-        values = {name: write_query(each) | {"state": states[name]} for name, each in catalog.queries.items()}
+        values = {
+            name: write_query(each) | {"status": _as_data(states[name])} for name, each in catalog.queries.items()
+        }
         sys.stdout.write(json.dumps({"queries": values, "faults": catalog.faults}) + "\n")
         return
     for name, each in sorted(catalog.queries.items()):
@@ -115,54 +119,48 @@ def _list(arguments: argparse.Namespace) -> None:
         _print(["there are no queries: register some with `dynamoth query set FILE`"])
 
 
+def _as_data(status: QueryStatus | None) -> dict[str, Any] | None:
+    return None if status is None else asdict(status)
+
+
 def _show(arguments: argparse.Namespace) -> None:
-    async def gather(links: DataLinks) -> dict[str, Any]:
-        catalog = await links.catalog()
-        query = catalog.queries.get(arguments.name)
-        if query is None:
-            raise ConfigError(f"there is no query {arguments.name!r}: `dynamoth query list` shows those that there are")
+    async def gather(links: DataLinks) -> tuple[dict[str, Any], QueryStatus | None]:
+        query = _find(await links.catalog(), arguments.name)
         interests = [
             await links.command(id_, (b"HLEN", registration_keys(query.name)[0]), repeats=True) for id_ in links.ids
         ]
-        return write_query(query) | {"registered": sum(interests), "state": await _state(links, query.name)}
+        return write_query(query) | {"registered": sum(interests)}, await _status(links, query.name)
 
-    values = with_servers(arguments, gather)
+    values, status = with_servers(arguments, gather)
     if arguments.json:
-        sys.stdout.write(json.dumps(values) + "\n")
+        sys.stdout.write(json.dumps(values | {"status": _as_data(status)}) + "\n")
         return
-    state = values.pop("state")
     for key, value in values.items():
         _print([f"{key:18} {value}"])
-    _print([f"{'state':18} {_described(state)}"])
-    for key in ("executions", "failures", "overruns", "ticks_missed", "result_sets", "rows", "too_large"):
-        if state:
-            _print([f"{key:18} {state.get('counts', {}).get(key, 0)}"])
+    _print([f"{'status':18} {_described(status)}"])
+    for key, count in ({} if status is None else status.counts).items():
+        _print([f"{key:18} {count}"])
+
+
+def _find(catalog: Catalog, name: str) -> StandingQuery:
+    query = catalog.queries.get(name)
+    if query is None:
+        raise ConfigError(f"there is no query {name!r}: `dynamoth query list` shows those that there are")
+    return query
 
 
 def _restart(arguments: argparse.Namespace) -> None:
-    """Have a query go on behind what is stored now."""
+    """Order a query to go on behind what is stored now."""
 
-    async def restart(links: DataLinks) -> int:
-        catalog = await links.catalog()
-        query = catalog.queries.get(arguments.name)
-        if query is None:
-            raise ConfigError(f"there is no query {arguments.name!r}: `dynamoth query list` shows those that there are")
-        tips: dict[str, int] = {}
-        for dataset in (find_dataset(catalog, name) for name in query.datasets):
-            for number in range(dataset.partitions):
-                name = partition_name(dataset.stream, number)
-                reply = await links.command(partition_server(name, links.ids), tip_command(name), repeats=True)
-                tips[name] = parse_tip(reply)[0]
+    async def order(links: DataLinks) -> None:
+        query = _find(await links.catalog(), arguments.name)
         server = executions_server(query.name, links.ids)
-        before = parse_progress(await links.command(server, (b"GET", executions_key(query.name)), repeats=True))
-        if before is None:
+        progress = parse_progress(await links.command(server, (b"GET", executions_key(query.name)), repeats=True))
+        if progress is None:
             raise ConfigError(f"query {query.name!r} was never executed: there is nothing to restart")
-        end = {"tick_ms": before.window.end["tick_ms"], "offsets": tips}
-        progress = Progress(before.execution + 1, Window(before.window.end, end), is_done=True)
-        progress = replace(progress, checkpoint=before.checkpoint + 1)
-        await links.command(server, store_progress_command(query.name, progress), repeats=True)
-        return progress.execution
+        now = b"%d" % round(time.time() * 1000)
+        await links.command(server, (b"SET", restart_key(query.name), now), repeats=True)
 
-    execution = with_servers(arguments, restart)
-    _print([f"query {arguments.name}: it goes on behind execution {execution} with what is stored from now on"])
-    _print(["what was stored before and not executed yet is skipped"])
+    with_servers(arguments, order)
+    _print([f"query {arguments.name}: ordered; the data cluster goes on with what is stored from then on"])
+    _print(["what was stored before and is not executed yet is skipped, and written down as skipped"])

@@ -1,0 +1,59 @@
+"""Ends queries that were dropped: their users get a last publication, ``{"dropped": true}``.
+
+It is numbered as an execution is, so it is appended once, also where a data cluster dies meanwhile. Interests stay
+registered until their time is over: whoever registers the query again finds them, and goes on with larger numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+
+from dynamoth.data.executions import Progress, QueryStatus, Window
+from dynamoth.data.queries import StandingQuery
+from dynamoth.data.registrations import registration_keys
+from dynamoth.data.results import dropped_payload
+from dynamoth_analytics.cluster.executions import ClusterContext
+
+SCAN_COUNT = b"1000"
+
+_log = logging.getLogger("dynamoth.data-cluster")
+
+
+def end_dropped(context: ClusterContext, name: str) -> None:
+    """Publish to the interests of a dropped query that it was dropped, unless that is done.
+
+    Raises LogServerFailed, OSError and Fenced; call it again then.
+    """
+    progress = context.progress(name)
+    if progress is not None and progress.is_dropped:
+        return
+    interests = _interests(context, name)
+    status = context.status(name) or QueryStatus()
+    execution = (progress.execution if progress else 0) + 1
+    query = StandingQuery(name, "", "", 0, version=status.version)
+    payload, counts = dropped_payload(name, status.version), dict.fromkeys(("result_sets", "bytes", "repeated"), 0)
+    counts["unpublished"] = 0
+    context.publication(query, execution, 0).publish_payloads(((each, payload) for each in interests), counts)
+    window = progress.window if progress else Window({"tick_ms": 0, "offsets": {}}, {"tick_ms": 0, "offsets": {}})
+    context.store_progress(name, Progress(execution, Window(window.end, window.end), is_done=True, is_dropped=True))
+    context.checkpoint(name).remove()
+    shutil.rmtree(context.folder / "interests" / name, ignore_errors=True)
+    status.state, status.reason, status.since_ms = "dropped", "", int(time.time() * 1000)
+    context.store_status(name, status)
+    _log.info("query %s was dropped: %d interests know", name, len(interests))
+
+
+def _interests(context: ClusterContext, name: str) -> list[str]:
+    """Return the ids of all interests of a query."""
+    key, found = registration_keys(name)[0], list[str]()
+    for id_ in context.servers.ids:
+        cursor = b"0"
+        while True:
+            cursor, fields = context.servers.run(id_, (b"HSCAN", key, cursor, b"COUNT", SCAN_COUNT))
+            found += [each.decode() for each in fields]
+            if int(cursor) == 0:
+                break
+            cursor = b"%d" % int(cursor)
+    return [*dict.fromkeys(found)]  # a scan may give one twice

@@ -1,0 +1,44 @@
+"""What an error of Spark means to a person: the one sentence of many pages that says what is wrong."""
+
+from __future__ import annotations
+
+import re
+
+from dynamoth.edge.log import is_fenced
+from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster.publishing import Fenced
+from dynamoth_analytics.cluster.servers import LogServerFailed
+
+CHARACTERS_MAX = 300
+
+_OURS = re.compile(r"dynamoth\w*\.[\w.]*?(\w+): (.+)")
+"""The last line of a traceback of a worker, with an error of ours."""
+
+_SPARKS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\] (.+)")
+"""An error of Spark with its class."""
+
+_WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEPTION", "PYTHON_DATA_SOURCE_ERROR")
+"""Classes of errors that say only that there is another one."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one sentence about an error."""
+    text = str(error).strip()
+    if isinstance(error, DynamothError | OSError):
+        return text[:CHARACTERS_MAX]
+    if ours := [*_OURS.finditer(text)]:
+        return ours[-1][2].strip()[:CHARACTERS_MAX]
+    if "No space left on device" in text:
+        return "a disk of the data cluster is full: make room in data_cluster.folder and in SPARK_LOCAL_DIRS"
+    for found in _SPARKS.finditer(text):
+        if found[1] not in _WRAPPERS:
+            return f"[{found[1]}] {found[2].strip()}"[:CHARACTERS_MAX]
+    lines = text.splitlines() or [type(error).__name__]
+    return f"{type(error).__name__}: {lines[-1].strip()}"[:CHARACTERS_MAX]
+
+
+def is_fenced_by_another(error: BaseException) -> bool:
+    """Tell whether an error says that a newer data cluster has taken over."""
+    if isinstance(error, LogServerFailed):
+        return is_fenced(str(error.__cause__))
+    return isinstance(error, Fenced) or f"{Fenced.__module__}.{Fenced.__name__}: " in str(error)

@@ -1,0 +1,46 @@
+"""The metrics of a data cluster. Labels name queries: operators register those, and they are few."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from dynamoth_analytics.cluster.runner import ClusterRunner
+from dynamoth_daemon import metrics
+
+_FAMILIES = metrics.Families("dynamoth_data_cluster_")
+
+_COUNTERS = {
+    "executions": "Executions of queries",
+    "failures": "Executions that failed and were, or will be, repeated",
+    "overruns": "Executions that took longer than their period",
+    "ticks_missed": "Ticks that were covered by a later execution",
+    "result_sets": "Result sets",
+    "rows": "Rows of result sets",
+    "bytes": "Bytes of result sets",
+    "repeated": "Result sets that were stored before: an execution was repeated",
+    "too_large": "Result sets that were replaced by an error, as they were too large",
+    "unpublished": "Result sets that brokers were not notified of",
+}
+
+
+def collect(runner: ClusterRunner) -> Iterator[Metric]:
+    """Yield all families. Counts are those since the queries were registered."""
+    queries = runner.queries()
+    counts: Counter[str] = Counter()
+    for each in queries.values():
+        counts.update(each.status.counts)
+    yield _FAMILIES.gauge("term", "Term: the newest data cluster has the largest", runner.term)
+    yield _FAMILIES.gauge("queries", "Queries that are executed", len(queries))
+    yield _FAMILIES.gauge("queries_refused", "Queries whose definition cannot be executed", len(runner.refused))
+    failing = sum(each.is_failing for each in queries.values())
+    yield _FAMILIES.gauge("queries_failing", "Queries that fail now", failing)
+    yield _FAMILIES.gauge("interests", "Interests of all queries", sum(len(each.table) for each in queries.values()))
+    yield _FAMILIES.counter("archived", "Records that were archived", runner.archiver.records)
+    yield from _FAMILIES.counters(_COUNTERS, counts)
+    seconds = {name: each.status.seconds for name, each in queries.items()}
+    yield _FAMILIES.gauge_by("query", "execution_seconds", "How long the last execution took", seconds)
+    ended = {name: each.status.ended_ms / 1000 for name, each in queries.items()}
+    yield _FAMILIES.gauge_by("query", "last_execution_seconds", "Unix time when the last execution ended", ended)

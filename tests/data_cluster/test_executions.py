@@ -1,0 +1,251 @@
+"""Executions of standing queries, on real Spark and Redis."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from pyspark.sql import SparkSession
+
+from dynamoth.data.executions import executions_key, executions_server, restart_key
+from dynamoth.edge.log import log_keys
+from dynamoth_analytics.cluster import executions
+from dynamoth_analytics.cluster.dropping import end_dropped
+from dynamoth_analytics.cluster.executions import QueryRunner
+from tests.data_cluster.world import World, reports, until
+
+
+@contextmanager
+def running(*runners: QueryRunner) -> Iterator[None]:
+    """Stop queries at the end; an execution that runs may end."""
+    try:
+        yield
+    finally:
+        for runner in runners:
+            runner.stop(10.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams look for ticks often, and failures are tried again soon."""
+    monkeypatch.setattr(executions, "TRIGGER", "100 milliseconds")
+    monkeypatch.setattr(executions, "RETRY_S", 0.1)
+
+
+def test_records_become_result_sets_of_those_who_are_interested(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    world.append(dataset, *reports("fire", "before"))
+    fire, flood, none = (world.register("of_type", {"type": each}) for each in ("fire", "flood", "none"))
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "f1", "f2"), *reports("flood", "w1"))
+        until(lambda: len(world.ids(fire)) == 2 and world.ids(flood), runner)
+        late = world.register("of_type", {"type": "quake"})
+        world.append(dataset, *reports("quake", "q1"), *reports("fire", "f3"))
+        until(lambda: world.ids(late) and len(world.ids(fire)) == 3, runner)
+    assert sorted(world.ids(fire)) == ["f1", "f2", "f3"], "what was there before the query is not in it"
+    assert world.ids(flood) == ["w1"]
+    assert world.log(none) == [], "an interest without rows gets no result set"
+    written = world.executions("of_type")
+    assert [each["execution"] for each in written] == [*range(1, len(written) + 1)]
+    for before, after in zip(written, written[1:], strict=False):
+        assert after["start"] == before["end"], "windows follow each other"
+    assert sum(each["rows"] for each in written) == 5
+    progress, status = world.progress("of_type"), world.status("of_type")
+    assert progress is not None
+    assert (progress.execution, progress.is_done) == (len(written), True)
+    assert status is not None
+    assert (status.state, status.execution, status.interests) == ("running", len(written), 4)
+    assert status.counts["rows"] == 5
+
+
+def test_without_its_checkpoint_a_query_goes_on_exactly(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.progress("of_type") is not None and world.status("of_type").execution, runner)  # type: ignore[union-attr]
+    world.append(dataset, *reports("fire", "b"))
+    shutil.rmtree(world.folder / "checkpoints")
+    again = world.runner(world.context(driver), query, dataset)
+    with running(again):
+        until(lambda: len(world.ids(interest)) == 2, again)
+    assert world.ids(interest) == ["a", "b"]
+    assert [each["execution"] for each in world.log(interest)] == [1, 2]
+
+
+def test_an_execution_that_was_published_in_part_is_repeated_once_for_each(driver: SparkSession, world: World) -> None:
+    """As after a crash: the checkpoint is lost, too, and the execution has begun and not ended."""
+    dataset, query = world.set_dataset(), world.set_query()
+    interests = {each: world.register("of_type", {"type": each}) for each in ("fire", "flood", "quake", "storm")}
+    spoiled = interests["quake"]
+    runner = world.runner(world.context(driver), query, dataset)
+    meta = log_keys(spoiled)[0]
+    world.servers.run(world.server_of(spoiled), (b"SET", meta, b"not a hash"))
+    with pytest.MonkeyPatch.context() as patch, running(runner):
+        patch.setattr("dynamoth_analytics.cluster.publishing.RETRY_S_MAX", 0.0)
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *(report for each in interests for report in reports(each, f"{each} 1")))
+        until(lambda: runner.is_failing, runner)
+    assert runner.status.reason.startswith("log server")
+    assert sum(len(world.log(each)) for each in interests.values() if each != spoiled) > 0, "a part was published"
+    progress = world.progress("of_type")
+    assert progress is not None
+    assert not progress.is_done
+    shutil.rmtree(world.folder)
+    world.servers.run(world.server_of(spoiled), (b"DEL", meta))
+    world.append(dataset, *reports("fire", "fire 2"))
+    again = world.runner(world.context(driver), query, dataset)
+    with running(again):
+        until(lambda: len(world.ids(interests["fire"])) == 2, again)
+    for type_, interest in interests.items():
+        expected = [f"{type_} 1"] + ["fire 2"] * (type_ == "fire")
+        assert world.ids(interest) == expected
+    assert world.executions("of_type")[0]["repeated"] > 0
+
+
+def test_a_query_that_fails_loses_nothing_and_harms_no_other(driver: SparkSession, world: World) -> None:
+    dataset = world.set_dataset()
+    good = world.set_query("good")
+    bad = world.set_query("bad", sql="SELECT r.id, assert_true(r.size < 5) AS ok FROM reports r WHERE r.type = :type")
+    interests = [world.register(each, {"type": "fire"}) for each in ("good", "bad")]
+    context = world.context(driver)
+    runners = [world.runner(context, each, dataset) for each in (good, bad)]
+    with running(*runners):
+        until(lambda: world.progress("good") is None, *runners)
+        world.append(dataset, *reports("fire", "small"))
+        until(lambda: all(world.ids(each) for each in interests), *runners)
+        world.append(dataset, *reports("fire", "too large"))
+        until(lambda: runners[1].status.counts.get("failures", 0) >= 2, *runners)
+        world.append(dataset, *reports("fire", "next"))
+        until(lambda: len(world.ids(interests[0])) == 3, *runners)
+        status = world.status("bad")
+        assert status is not None
+        assert status.state == "failing"
+        assert "assert_true" in status.reason or "USER_RAISED" in status.reason or "'(size" in status.reason
+        assert not runners[0].is_failing
+        assert world.ids(interests[1]) == ["small"]
+        runners[1].stop()
+        mended = world.set_query("bad", version=2)
+        runners[1] = world.runner(context, mended, dataset)
+        until(lambda: len(world.ids(interests[1])) == 3, *runners)
+    assert sorted(world.ids(interests[1])) == ["next", "small", "too large"]
+    assert [each["version"] for each in world.log(interests[1])][0::2] == [1, 2]
+
+
+def test_an_overrun_is_counted_and_covered(driver: SparkSession, world: World) -> None:
+    dataset = world.set_dataset()
+    slow = "SELECT r.id, java_sleep(r.size) AS s FROM reports r WHERE r.type = :type"
+    query = world.set_query(sql=slow.replace("java_sleep(r.size)", "r.size"))
+    interest = world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    run = runner._run  # pyright: ignore[reportPrivateUsage]
+    with pytest.MonkeyPatch.context() as patch, running(runner):
+        until(lambda: runner.status.state == "running", runner)
+
+        def executing(*arguments: object) -> object:
+            """Take so long that ticks pass, while records come."""
+            counts = run(*arguments)  # type: ignore[arg-type]
+            if not world.executions("of_type"):
+                begun = world.servers.now_ms()
+                world.append(dataset, *reports("fire", "b"))
+                until(lambda: world.servers.now_ms() > begun + 3000)
+                world.append(dataset, *reports("fire", "c"))
+            return counts
+
+        patch.setattr(runner, "_run", executing)
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: len(world.ids(interest)) == 3, runner)
+        until(lambda: not runner._executing.locked(), runner)  # pyright: ignore[reportPrivateUsage]
+    assert world.rows(interest)[1:] == [[{"id": "b", "size": 1}, {"id": "c", "size": 1}]], "both are in one execution"
+    assert runner.status.counts["overruns"] == 1
+    assert runner.status.counts["ticks_missed"] >= 1
+
+
+def test_a_dropped_query_says_so_once_and_can_come_back(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    context = world.context(driver)
+    runner = world.runner(context, query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: runner.status.execution, runner)
+    for _ in range(2):
+        end_dropped(context, "of_type")
+    assert world.log(interest)[-1] == {"query": "of_type", "version": 1, "dropped": True}
+    assert len(world.log(interest)) == 2
+    status = world.status("of_type")
+    assert status is not None
+    assert status.state == "dropped"
+    world.append(dataset, *reports("fire", "unseen"))
+    back = world.runner(context, replace(query, version=3), dataset)
+    with running(back):
+        until(lambda: (world.folder / "checkpoints" / "of_type" / "base.json").exists(), back)
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: len(world.log(interest)) == 3, back)
+    last = world.log(interest)[-1]
+    assert (last["version"], last["execution"], last["rows"]) == (3, 3, [{"id": "b", "size": 1}])
+
+
+def test_an_operator_can_have_a_query_go_on_behind_everything(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    context = world.context(driver)
+    runner = world.runner(context, query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: runner.status.execution, runner)
+        runner.stop()
+        world.append(dataset, *reports("fire", "skipped"))
+        server = executions_server("of_type", world.servers.ids)
+        world.servers.run(server, (b"SET", restart_key("of_type"), b"1"))
+        runner.restart()
+        assert world.servers.run(server, (b"EXISTS", restart_key("of_type"))) == 0
+        until(lambda: runner._stream is not None, runner)  # pyright: ignore[reportPrivateUsage]
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: len(world.log(interest)) == 2, runner)
+    assert world.ids(interest) == ["a", "b"]
+    assert [each.get("skipped", False) for each in world.executions("of_type")] == [False, True, False]
+
+
+def test_a_query_that_reads_another_dataset_now_begins_there_at_its_end(driver: SparkSession, world: World) -> None:
+    dataset, other = world.set_dataset(), world.set_dataset("alarms")
+    query = world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    context = world.context(driver)
+    runner = world.runner(context, query, dataset, other)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "a"))
+        world.append(other, *reports("fire", "before"))
+        until(lambda: runner.status.execution, runner)
+    changed = world.set_query(on="alarms", sql="SELECT r.id, r.size FROM alarms r WHERE r.type = :type", version=2)
+    runner = world.runner(context, changed, dataset, other)
+    with running(runner):
+        until(lambda: runner._stream is not None, runner)  # pyright: ignore[reportPrivateUsage]
+        world.append(other, *reports("fire", "b"))
+        until(lambda: len(world.ids(interest)) == 2, runner)
+    assert world.ids(interest) == ["a", "b"]
+
+
+def test_a_former_data_cluster_is_refused(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    former = world.context(driver)
+    runner = world.runner(former, query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.context(driver)
+        world.append(dataset, *reports("fire", "a"))
+        until(former.fenced.is_set, runner)
+    assert world.log(interest) == []
+    server = executions_server("of_type", world.servers.ids)
+    assert world.servers.run(server, (b"EXISTS", executions_key("of_type"))) == 0

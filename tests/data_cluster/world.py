@@ -1,0 +1,173 @@
+"""Log servers with datasets, queries, records and interests, as brokers and applications would have left them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pyspark.sql import SparkSession
+
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, entry_of, put_command
+from dynamoth.data.datasets import Dataset, read_dataset
+from dynamoth.data.executions import (
+    TERM_KEY,
+    Progress,
+    QueryStatus,
+    executions_key,
+    executions_server,
+    parse_progress,
+    parse_status,
+    status_key,
+)
+from dynamoth.data.queries import StandingQuery, read_query
+from dynamoth.data.records import append_records_command, partition_name
+from dynamoth.data.registrations import register_command
+from dynamoth.edge.interests import query_interest
+from dynamoth.edge.log import log_keys, log_server
+from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
+from dynamoth_analytics.cluster.servers import LogServers, read_servers
+from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_link.urls import ClusterAddress, parse_server_url
+
+POLL_S = 0.02
+TIMEOUT_S = 60.0
+
+REPORTS: dict[str, Any] = {
+    "kind": "append",
+    "id": "id",
+    "partitions": 2,
+    "fields": {"id": "string", "type": "string", "size": "int"},
+}
+
+OF_TYPE: dict[str, Any] = {
+    "on": "reports",
+    "period_s": 1,
+    "parameters": {"type": "string"},
+    "sql": "SELECT r.id, r.size FROM reports r WHERE r.type = :type",
+}
+
+
+class World:
+    """Two log servers and one server of a cluster without agents.
+
+    Args:
+        folder: of the data cluster.
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "data-cluster"
+        self._stack = ExitStack()
+        self._turn = 0
+
+    def __enter__(self) -> Self:
+        redis = [self._stack.enter_context(EmbeddedRedis()) for _ in range(3)]
+        self.logs = " ".join(f"l{number}=redis://127.0.0.1:{each.port}" for number, each in enumerate(redis[:2], 1))
+        self.servers: LogServers = read_servers(self.logs)
+        self.server_url = f"redis://127.0.0.1:{redis[2].port}"
+        self.cluster_url = ClusterAddress((parse_server_url(self.server_url),)).url()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    # What operators, brokers and applications do.
+
+    def set_dataset(self, name: str = "reports", **settings: Any) -> Dataset:
+        dataset = read_dataset(name, {**REPORTS, **settings})
+        self.put(DATASETS_KEY, name, entry_of(dataset))
+        return dataset
+
+    def set_query(self, name: str = "of_type", **settings: Any) -> StandingQuery:
+        query = read_query(name, {**OF_TYPE, **settings})
+        self.put(QUERIES_KEY, name, entry_of(query))
+        return query
+
+    def drop_query(self, name: str, version: int) -> None:
+        self.put(QUERIES_KEY, name, Entry(version, None))
+
+    def put(self, key: bytes, name: str, entry: Entry) -> None:
+        for id_ in self.servers.ids:
+            self.servers.run(id_, put_command(key, name, entry))
+
+    def append(self, dataset: Dataset, *records: Mapping[str, Any]) -> None:
+        for record in records:
+            value, _, id_ = dataset.normalize(json.dumps(record).encode(), time.time())
+            partition, self._turn = self._turn % dataset.partitions, self._turn + 1
+            server = self.servers.server_of(partition_name(dataset.stream, partition))
+            run_id = self.servers.run_id(server)
+            self.servers.run(server, append_records_command(dataset, partition, [(value, id_)], run_id))
+
+    def register(self, query: str, params: Mapping[str, Any], keep_s: float = 3600.0) -> str:
+        """Register an interest as a broker does; return its id."""
+        interest = query_interest(query, params)
+        self.servers.run(self.server_of(interest.id), register_command(query, [(interest.id, interest.params, keep_s)]))
+        return interest.id
+
+    # What there is to see.
+
+    def server_of(self, interest: str) -> str:
+        return log_server(interest, self.servers.ids)
+
+    def log(self, interest: str) -> list[dict[str, Any]]:
+        """Return the payloads of a log, in order."""
+        entries = self.servers.run(self.server_of(interest), (b"XRANGE", log_keys(interest)[1], b"-", b"+"))
+        return [json.loads(fields[1]) for _, fields in entries]
+
+    def rows(self, interest: str) -> list[list[dict[str, Any]]]:
+        """Return the rows of the result sets of a log, in order."""
+        return [payload.get("rows") for payload in self.log(interest)]
+
+    def ids(self, interest: str) -> list[str]:
+        """Return the ids of all rows that an interest got, in order."""
+        return [row["id"] for rows in self.rows(interest) for row in rows]
+
+    def progress(self, query: str) -> Progress | None:
+        server = executions_server(query, self.servers.ids)
+        return parse_progress(self.servers.run(server, (b"GET", executions_key(query))))
+
+    def status(self, query: str) -> QueryStatus | None:
+        server = executions_server(query, self.servers.ids)
+        return parse_status(self.servers.run(server, (b"GET", status_key(query))))
+
+    def executions(self, query: str) -> list[dict[str, Any]]:
+        """Return what was written down about a query's executions."""
+        files = sorted((self.folder / "executions").glob(f"*/{query}.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    # The data cluster, without its process.
+
+    def context(self, driver: SparkSession, folder: Path | None = None) -> ClusterContext:
+        term = max(int(self.servers.run(id_, (b"INCR", TERM_KEY))) for id_ in self.servers.ids)
+        options = {"logs": self.logs, "archive": str(self.folder / "archive")}
+        folder = folder or self.folder
+        snapshots = KeyedSnapshots(folder / "snapshots", options)
+        return ClusterContext(driver, self.servers, self.logs, self.cluster_url, folder, term, 3600.0, snapshots)
+
+    def runner(self, context: ClusterContext, query: StandingQuery, *datasets: Dataset) -> QueryRunner:
+        return QueryRunner(context, query, {each.name: each for each in datasets}, 0.0)
+
+
+def until(holds: Callable[[], Any], *runners: QueryRunner, timeout_s: float = TIMEOUT_S) -> None:
+    """Keep these queries running until something holds."""
+    end = time.monotonic() + timeout_s
+    while True:
+        for runner in runners:
+            runner.keep_running()
+        if holds():
+            return
+        states = [(runner.query.name, runner.status) for runner in runners]
+        assert time.monotonic() < end, f"it does not hold after {timeout_s:g} s: {states}"
+        time.sleep(POLL_S)
+
+
+def reports(type_: str, *ids: str) -> Sequence[dict[str, Any]]:
+    return [{"id": each, "type": type_, "size": len(each)} for each in ids]
