@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ def test_records_become_result_sets_of_those_who_are_interested(driver: SparkSes
     assert world.log(none) == [], "an interest without rows gets no result set"
     written = world.executions("of_type")
     assert [each["execution"] for each in written] == [*range(1, len(written) + 1)]
-    for before, after in zip(written, written[1:], strict=False):
+    for before, after in itertools.pairwise(written):
         assert after["start"] == before["end"], "windows follow each other"
     assert sum(each["rows"] for each in written) == 5
     progress, status = world.progress("of_type"), world.status("of_type")
