@@ -256,13 +256,169 @@ GAPS = _table(
 )
 """Events and times that the recording lacks."""
 
+# Edge brokers and their coordinator.
+
+BROKERS = _table(
+    "brokers",
+    "broker incarnation number",
+    broker=_TEXT,
+    #: The incarnation of the broker's process, and the number of its message, which grows. Other messages of the broker
+    #: have numbers in between.
+    incarnation=_WHOLE,
+    number=_WHOLE,
+    # As in the broker's report: dynamoth.edge.control.BrokerReport.
+    report_s=_NUMBER,
+    users=_WHOLE,
+    capacity_bytes_per_s=_NUMBER,
+    #: F_j and I_j: what it fetches and delivers, and what it fetches.
+    load_bytes_per_s=_NUMBER,
+    inbound_bytes_per_s=_NUMBER,
+    #: The use of the tightest other resource: CPU, connections, buffered bytes.
+    other_ratio_max=_NUMBER,
+    is_admitting=Type.TRUTH,
+    is_draining=Type.TRUTH,
+    latitude=_NUMBER,
+    longitude=_NUMBER,
+    #: How many users have a load u_i in each class, with spaces in between: below 1 byte/s, below 2, 4, 8 ...
+    user_loads=_TEXT,
+    url=_TEXT,
+)
+"""One row per report of an edge broker. ``at`` is when the recorder got it."""
+
+BROKER_INTERESTS = _table(
+    "broker_interests",
+    "broker incarnation number interest",
+    broker=_TEXT,
+    incarnation=_WHOLE,
+    number=_WHOLE,
+    #: The id: a hash of kind, name and parameters.
+    interest=_TEXT,
+    #: lambda_k, in bytes/s.
+    rate=_NUMBER,
+    #: n_jk: users of the broker who have subscribed to it.
+    users=_WHOLE,
+)
+"""One row per report of an edge broker and interest that it names: the busiest ones, in a number that is bounded. As in
+``channels``, a recorder writes the rows of a report next to each other into one file."""
+
+
+class BrokerDecisionState(enum.StrEnum):
+    """What a row of table ``broker_decisions`` is about: its column ``state``."""
+
+    #: The coordinator has decided. The rows of its moves come with it.
+    MADE = "made"
+    #: All moves have ended. How each did comes with it, as rows of ``broker_moves``.
+    SETTLED = "settled"
+    #: The loads at the first look after that; one row for all brokers, and one for each that the moves touched.
+    MEASURED = "measured"
+    #: Operators have paused decisions, or let the coordinator decide again.
+    PAUSED = "paused"
+    RESUMED = "resumed"
+
+
+BROKER_DECISIONS = _table(
+    "broker_decisions",
+    "coordinator number line",
+    #: The incarnation of the coordinator, the number of its message, and the index of the row in it.
+    coordinator=_WHOLE,
+    number=_WHOLE,
+    line=_WHOLE,
+    #: Counts the times that this coordinator began to act, from 1.
+    term=_WHOLE,
+    #: Counts the decisions of a term, from 1.
+    decision=_WHOLE,
+    #: A :class:`BrokerDecisionState`.
+    state=_TEXT,
+    #: relieve or shuffle.
+    kind=_TEXT,
+    #: Why it was due, with figures.
+    reason=_TEXT,
+    #: Why the plan has no more moves.
+    outcome=_TEXT,
+    is_dry_run=Type.TRUTH,
+    moves=_WHOLE,
+    #: Users who have moved, and who have not.
+    moved=_WHOLE,
+    failed=_WHOLE,
+    #: Null: the row is about all brokers together.
+    broker=_TEXT,
+    #: Load ratio of ``broker`` or, without one, the largest of all.
+    ratio_before=_NUMBER,
+    ratio_predicted=_NUMBER,
+    ratio_measured=_NUMBER,
+    ratio_mean_before=_NUMBER,
+    ratio_mean_predicted=_NUMBER,
+    ratio_mean_measured=_NUMBER,
+    #: Standard deviation over mean of the load ratios.
+    cov_before=_NUMBER,
+    cov_predicted=_NUMBER,
+    cov_measured=_NUMBER,
+    #: The sum of I_j of all brokers, in bytes/s.
+    redis_egress_before=_NUMBER,
+    redis_egress_predicted=_NUMBER,
+    redis_egress_measured=_NUMBER,
+    #: Time on the coordinator's monotonic clock, in seconds. Its zero is arbitrary.
+    clock_s=_NUMBER,
+)
+"""One row per decision of a coordinator and state of it, one per measured broker, and begin and end of a pause."""
+
+BROKER_MOVES = _table(
+    "broker_moves",
+    "coordinator number line",
+    coordinator=_WHOLE,
+    number=_WHOLE,
+    line=_WHOLE,
+    term=_WHOLE,
+    decision=_WHOLE,
+    #: Hash of the user's session, with a key that only the process of this coordinator has.
+    session=_TEXT,
+    from_broker=_TEXT,
+    to_broker=_TEXT,
+    #: Null when it is decided; then a :class:`dynamoth.edge.control.MoveEnd`, ``timeout`` (nobody has said how it
+    #: ended) or ``unfit`` (nobody was asked: a broker had become unfit meanwhile).
+    end=_TEXT,
+    #: From asking the broker until the end. Null where there is none.
+    seconds=_NUMBER,
+    # Only when it is decided.
+    #: The user's own load u_i, in bytes/s.
+    load_bytes_per_s=_NUMBER,
+    #: Ids of the user's interests.
+    interests=Type.TEXTS,
+    #: Load ratios of both brokers before this move, and as predicted after it and the moves before it.
+    from_ratio_before=_NUMBER,
+    from_ratio_predicted=_NUMBER,
+    to_ratio_before=_NUMBER,
+    to_ratio_predicted=_NUMBER,
+)
+"""Two rows per move that a coordinator decided: when it is decided, and when all moves of the decision have ended."""
+
+COORDINATOR_SETTINGS = _table(
+    "coordinator_settings",
+    "coordinator number line",
+    coordinator=_WHOLE,
+    number=_WHOLE,
+    line=_WHOLE,
+    name=_TEXT,
+    value=_TEXT,
+)
+"""The settings of a coordinator when it began to act, and every ten seconds since. ``value`` is JSON."""
+
 MERGING_LOCK = ".merging.lock"
 """A file in the folder of a recording. A recorder locks it while it merges, and a reader, shared, against that."""
 
 BALANCER_TABLES = {table.name: table for table in (PLANS, DECISIONS, SETTINGS)}
-"""The tables whose rows a balancer sends. Recorders make the rows of the others."""
+"""The tables whose rows a balancer sends."""
 
-TABLES = {table.name: table for table in (SERVERS, CHANNELS, *BALANCER_TABLES.values(), LATENCY, GAPS)}
+COORDINATOR_TABLES = {table.name: table for table in (BROKER_DECISIONS, BROKER_MOVES, COORDINATOR_SETTINGS)}
+"""The tables whose rows a coordinator sends. Recorders make the rows of all others."""
+
+BROKER_TABLES = {table.name: table for table in (BROKERS, BROKER_INTERESTS, *COORDINATOR_TABLES.values())}
+"""The tables about edge brokers. A recording of a cluster without brokers has none of them."""
+
+TABLES = {
+    table.name: table
+    for table in (SERVERS, CHANNELS, *BALANCER_TABLES.values(), LATENCY, GAPS, *BROKER_TABLES.values())
+}
 
 
 def channel_text(channel: bytes) -> str:

@@ -33,7 +33,7 @@ from pyspark.sql.types import (
 )
 
 from dynamoth.errors import ConfigError
-from dynamoth.recording import CHANNELS, SERVERS, TABLES, Table, Type
+from dynamoth.recording import BROKER_INTERESTS, CHANNELS, SERVERS, TABLES, Table, Type
 from dynamoth_analytics.errors import BadRecording, spark_errors
 from dynamoth_analytics.files import check_recording, files_of, is_url
 
@@ -184,8 +184,10 @@ class Recording:
         """
         with spark_errors():
             rows = self._rows(name, columns)
-            in_files = name == CHANNELS.name and rows.inputFiles()
-            return _channels_once(rows) if in_files else deduplicated(rows, TABLES[name])
+            named = _OF_REPORTS.get(name)
+            if named is None or not rows.inputFiles():
+                return deduplicated(rows, TABLES[name])
+            return _reports_once(rows, TABLES[name], named)
 
     def _rows(self, name: str, columns: Sequence[str] | None) -> DataFrame:
         """Return a table between ``begin`` and ``end``, by one clock."""
@@ -281,20 +283,30 @@ def clocks_ahead(pairs: Sequence[tuple[str, str, float, int]]) -> dict[str, floa
     return {recorder: value for recorder, value in ahead_s.items() if abs(value) >= CLOCK_S_MIN}
 
 
-def _channels_once(rows: DataFrame) -> DataFrame:
-    """Return the table of channels, each event once.
+_OF_REPORTS = {CHANNELS.name: "channel", BROKER_INTERESTS.name: "interest"}
+"""The tables with many rows per report, and the column that differs in them: the last one of the key."""
+
+
+def _reports_once(rows: DataFrame, table: Table, named: str) -> DataFrame:
+    """Return a table with many rows per report, each event once.
 
     To compare all rows with each other takes most of the time of a report, and hardly any is there twice. A recorder
     writes the rows of a report one after the other into one file. So only those of other reports are compared: which
     are in several files, or in one that was merged from files with the same rows. Where the copies of such a report lie
-    side by side, the hashes of their channels cancel out.
+    side by side, the hashes of what they name cancel out.
+
+    Args:
+        rows: of the table.
+        table: one of ``_OF_REPORTS``.
+        named: its column there.
+
     """
-    report = list(SERVERS.key)
+    report = [name for name in table.key if name != named]
     placed = rows.select(
         *report,
         "recorder",
-        F.col("channel").isNull().cast("int").alias("rest"),
-        F.xxhash64(F.coalesce("channel", F.lit(""))).alias("hash"),
+        F.col(named).isNull().cast("int").alias("rest"),
+        F.xxhash64(F.coalesce(named, F.lit(""))).alias("hash"),
         F.xxhash64("_metadata.file_path").alias("file"),
         F.col("_metadata.row_index").alias("row"),
     )
@@ -308,7 +320,7 @@ def _channels_once(rows: DataFrame) -> DataFrame:
         return rows
     others = rows.join(doubtful, report, "left_anti").select(*rows.columns)
     again = rows.join(doubtful, report, "left_semi").select(*rows.columns)
-    return others.unionByName(deduplicated(again, CHANNELS))
+    return others.unionByName(deduplicated(again, table))
 
 
 def deduplicated(rows: DataFrame, table: Table) -> DataFrame:

@@ -1,4 +1,4 @@
-"""The settings of the balancer that were in force when a recording was made."""
+"""The settings of balancer and coordinator that were in force when a recording was made."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
-from dynamoth.settings.sections import PlanningSettings
+from dynamoth.settings.sections import MigrationSettings, PlanningSettings
 from dynamoth_analytics.errors import spark_errors
 from dynamoth_analytics.reading import Recording
 from dynamoth_balancer.admin.records import RecordedSettings, read_settings
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_broker.coordinator.records import read_settings as read_migration_settings
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
 
 DEFAULTS = {item.name: item.default for item in fields(PlanningSettings) if isinstance(item.default, int | float)}
 
@@ -98,3 +100,38 @@ def _latest(table: DataFrame) -> PresentSettings:
     settings = read_settings((text["name"], text["value"]) for text in texts)
     began_to_lead = row["first"]["number"] <= LED_NUMBER_MAX
     return PresentSettings(settings, row["balancer"], row["first"]["at"] if began_to_lead else None)
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorInForce:
+    """The settings that the latest recorded coordinator acted with; defaults where none are recorded."""
+
+    options: CoordinatorOptions
+    #: Whether they are recorded; False: all are defaults.
+    recorded: bool = False
+
+
+def coordinator_in_force(recording: Recording) -> CoordinatorInForce:
+    """Return the settings of the coordinator; the defaults where none are recorded.
+
+    Raises:
+        BadRecording: a file is broken.
+        ConfigError: a recorded value cannot be read, or is out of range.
+
+    """
+    with spark_errors():
+        rows = recording.table("coordinator_settings").where(F.col("name").isNotNull())
+        if recording.begin is not None and rows.isEmpty():
+            rows = recording.until_end("coordinator_settings").where(F.col("name").isNotNull())
+        latest = rows.groupBy("coordinator", "number").agg(F.max("at").alias("at")).orderBy(F.desc("at")).limit(1)
+        found = rows.join(F.broadcast(latest.select("coordinator", "number")), ["coordinator", "number"])
+        texts = [(row["name"], row["value"] or "") for row in found.select("name", "value").collect()]
+    return CoordinatorInForce(read_migration_settings(texts), bool(texts))
+
+
+def migration_settings(recording: Recording) -> MigrationSettings:
+    """Return the settings of the coordinator; the defaults where none are recorded, or where they cannot be read."""
+    try:
+        return coordinator_in_force(recording).options
+    except ConfigError:
+        return CoordinatorOptions()

@@ -24,13 +24,13 @@ from dynamoth.errors import ConfigError
 from dynamoth_analytics.files import without_merging
 from dynamoth_analytics.follow import Follower, follow_folder
 from dynamoth_analytics.jobs import anomalies, calibration, channels, gaps, plans, publishers, replication
-from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Jobs, channel_jobs, load_jobs
+from dynamoth_analytics.jobs.runner import COLLECTED_MAX, SLOTS_DRAWN_MAX, Jobs, broker_jobs, channel_jobs, load_jobs
 from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page.drawing import RESPONSE_SERVERS_MAX, draw
 from dynamoth_analytics.page.findings import findings
 from dynamoth_analytics.reading import Recording, add_recording, asked_for
 from dynamoth_analytics.recommendation import capacities, recommended
-from dynamoth_analytics.recorded_settings import present_settings
+from dynamoth_analytics.recorded_settings import migration_settings, present_settings
 from dynamoth_analytics.session import add_session, check_session, open_session
 from dynamoth_analytics.text import time_format
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
@@ -210,6 +210,9 @@ class Report:
         found = partial(anomalies.anomalies, servers, loads, named)
         departed = jobs.run("anomalies", found, F.desc(F.abs("score")), F.desc("at"))
         jobs.draw("incomplete", anomalies.incomplete(departed))
+        migration = migration_settings(recording)
+        jobs.drawn.broker_ratio_high, jobs.drawn.drawn_slot_s = migration.ratio_high, step
+        broker_jobs(jobs, recording, migration, slot_s, step)
         jobs.run("gaps", lambda: gaps.gaps(recording.table("gaps"), server_loads, slot_s), F.desc("at"))
 
 

@@ -1,43 +1,50 @@
-"""``dynamoth what-if``: what other settings of the balancer would have done to a recorded load.
+"""``dynamoth what-if``: what other settings of balancer or coordinator would have done to a recorded load.
 
 The production balancer machine replays each window of the recording under each combination of a grid, in parallel on
 Spark: a task replays one window under a few combinations and returns a row for each. The driver gets one row per
-combination.
+combination. ``broker_what_if`` does the same with the coordinator of edge brokers, where the grid has settings of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from dynamoth.errors import ConfigError
 from dynamoth_analytics import text
+from dynamoth_analytics.broker_what_if import BrokerWhatIf
 from dynamoth_analytics.errors import spark_errors
 from dynamoth_analytics.files import without_merging
 from dynamoth_analytics.jobs import plans
 from dynamoth_analytics.output import deleted_after_failure, end_at_signals, new_folder, run_alone, say
 from dynamoth_analytics.page import html
-from dynamoth_analytics.page.what_if import fidelity_sentences, sections, sentences
+from dynamoth_analytics.page.what_if import Found, fidelity_sentences, sections, sentences
 from dynamoth_analytics.reading import Recording, add_recording, asked_for, made
-from dynamoth_analytics.recorded_settings import PresentSettings, settings_in_force
+from dynamoth_analytics.recorded_settings import PresentSettings, coordinator_in_force, settings_in_force
 from dynamoth_analytics.replay.comparison import Compared, compare, complete, frontier
 from dynamoth_analytics.replay.fidelity import Fidelity, NotReplayed, fidelity_from_json
-from dynamoth_analytics.replay.grid import Combination, read_grid
+from dynamoth_analytics.replay.grid import (
+    Combination,
+    names_balancer,
+    names_coordinator,
+    read_coordinator_grid,
+    read_grid,
+)
 from dynamoth_analytics.replay.replay import SETTLE_S
 from dynamoth_analytics.replay.task import REPLAYS_SCHEMA, replayed
+from dynamoth_analytics.replay.tasks import chunks_per_window, cores_of, partitions_of
 from dynamoth_analytics.replay.windows import WHOLE_RECORDING, ReplaySpan, packed_windows
 from dynamoth_analytics.session import add_session, check_session, open_session
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_INTERRUPTED
 
 PAGE = "what-if.html"
@@ -48,17 +55,6 @@ WINDOW_MINUTES_MAX = 24 * 60.0
 """The memory of a task has to hold a window."""
 
 OVERLOAD_RATIO_MAX = 1000.0
-
-TASKS_PER_CORE = 4
-"""Enough that no core waits long for the last task; each more is another copy of a window."""
-
-CLUSTER_CORES = 32
-"""Cores to expect of a cluster: Spark Connect does not say how many there are, and a cluster may start them later."""
-
-PARTITIONS_PER_TASK = 2
-"""Spark chooses the partition of a task by its hash: few share one. An empty one costs some tenths of a second."""
-
-PARTITIONS_MAX = 2000
 
 SETTINGS = {
     "combination": "int",
@@ -84,7 +80,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_recording(parser)
     parser.add_argument(
-        "--grid", metavar="FILE", required=True, help="the settings to try, as TOML: load_ratio_high = [0.7, 0.8]"
+        "--grid",
+        metavar="FILE",
+        required=True,
+        help="the settings to try, as TOML: load_ratio_high = [0.7, 0.8], or coordinator.cov_max = [0.1, 0.2]",
     )
     parser.add_argument("--out", metavar="DIR", help="a new or empty folder; default what-if-<time>")
     parser.add_argument(
@@ -94,7 +93,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--overload-ratio",
         metavar="RATIO",
         type=float,
-        help="a server above this load ratio is overloaded, under all settings; default: load_ratio_high in force",
+        help="a server or broker above this load ratio is overloaded, under all settings; default: load_ratio_high in"
+        " force, for brokers coordinator.ratio_high",
     )
     add_session(parser)
 
@@ -114,20 +114,41 @@ def run(arguments: argparse.Namespace) -> int:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"--grid {arguments.grid} cannot be read: {reason}: give a TOML file") from error
     read_grid(grid, arguments.grid, BalancerOptions(), related=False)
+    read_coordinator_grid(grid, arguments.grid, CoordinatorOptions(), related=False)
     check_session(arguments)
     out = new_folder(arguments.out, "what-if")
     end_at_signals(EXIT_INTERRUPTED, "interrupted")
     with deleted_after_failure(out), without_merging(where), open_session(arguments, "dynamoth what-if") as spark:
         recording = Recording(spark, where, begin, end)
-        in_force = settings_in_force(recording)
-        combinations = read_grid(grid, arguments.grid, in_force.settings.options)
-        what_if = WhatIf(recording, in_force, combinations, arguments.window * 60, arguments.overload_ratio, out)
-        found = what_if.write(say)
+        parts = list(_parts(recording, grid, arguments, out))
+        write_page(out, parts)
+    found = [sentence for part in parts for sentence in part.sentences]
     say("")
     for sentence in found:
         say(f"* {sentence}")
     say(f"\n{out / PAGE}")
     return EXIT_DONE
+
+
+def _parts(recording: Recording, grid: str, arguments: argparse.Namespace, out: Path) -> Iterator[Found]:
+    """Compare settings of the balancer, and of the coordinator: those that the grid names."""
+    window_s, overload_ratio = arguments.window * 60, arguments.overload_ratio
+    if names_balancer(grid, arguments.grid):
+        in_force = settings_in_force(recording)
+        combinations = read_grid(grid, arguments.grid, in_force.settings.options)
+        yield WhatIf(recording, in_force, combinations, window_s, overload_ratio, out).run(say)
+    if names_coordinator(grid, arguments.grid):
+        with_brokers = read_coordinator_grid(grid, arguments.grid, coordinator_in_force(recording).options)
+        yield BrokerWhatIf(recording, with_brokers, window_s, overload_ratio, out).run(say)
+
+
+def write_page(out: Path, parts: Sequence[Found]) -> None:
+    """Write the page of what was found."""
+    begin, end = min(part.begin for part in parts), max(part.end for part in parts)
+    found = [sentence for part in parts for sentence in part.sentences]
+    shown = [section for part in parts for section in part.sections]
+    drawn = html.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, shown)
+    (out / PAGE).write_text(drawn, encoding="utf-8")
 
 
 def settle_s(recording: Recording) -> float:
@@ -154,7 +175,7 @@ class WhatIf:
         self,
         recording: Recording,
         in_force: PresentSettings,
-        combinations: Sequence[Combination],
+        combinations: Sequence[Combination[BalancerOptions]],
         window_s: float,
         overload_ratio: float | None,
         out: Path,
@@ -166,8 +187,14 @@ class WhatIf:
         self._overload_ratio = in_force.settings.options.load_ratio_high if overload_ratio is None else overload_ratio
         self._out = out
 
-    def write(self, say: Callable[[str], None]) -> list[str]:
+    def write(self, say: Callable[[str], None]) -> Sequence[str]:
         """Replay everything, write tables and page, and return the findings. Raises DynamothError."""
+        found = self.run(say)
+        write_page(self._out, [found])
+        return found.sentences
+
+    def run(self, say: Callable[[str], None]) -> Found:
+        """Replay everything, write the tables, and return what goes on the page. Raises DynamothError."""
         spark, count = self._recording.spark, len(self._combinations)
         span, windows = self._span()
         shown = text.counted(span.windows, "window")
@@ -184,9 +211,7 @@ class WhatIf:
         window_s = min(self._window_s, span.end - span.begin)
         found = [*sentences(compared, window_s, self._overload_ratio), *fidelity_sentences(fidelity)]
         begin, end = (datetime.fromtimestamp(at, UTC) for at in (span.begin, span.end))
-        drawn = html.page("What if", f"{begin:%F %T} to {end:%F %T} (UTC)", found, sections(compared, fidelity))
-        (self._out / PAGE).write_text(drawn, encoding="utf-8")
-        return found
+        return Found(begin, end, found, sections(compared, fidelity))
 
     def _span(self) -> tuple[ReplaySpan, int]:
         """Return what all windows have in common, and about how many of them have reports."""
@@ -223,7 +248,7 @@ class WhatIf:
         is_whole = F.col("window") == WHOLE_RECORDING
         numbers = F.when(is_whole, F.array(F.lit(0))).otherwise(F.sequence(F.lit(0), F.lit(chunks - 1)))
         tasks = packed_windows(self._recording, span).withColumn("chunk", F.explode(numbers))
-        partitions = min(PARTITIONS_MAX, PARTITIONS_PER_TASK * (windows * chunks + 1))
+        partitions = partitions_of(windows * chunks + 1)
         work = partial(replayed, [each.options for each in self._combinations], span, self._overload_ratio, chunks)
         return tasks.repartition(partitions, "window", "chunk").mapInPandas(work, REPLAYS_SCHEMA)
 
@@ -244,24 +269,6 @@ class WhatIf:
 def _fidelity(replays: DataFrame) -> Fidelity | NotReplayed:
     whole = replays.where(F.col("window") == WHOLE_RECORDING).select("problem", "agreement").collect()[0]
     return fidelity_from_json(whole["agreement"]) if whole["problem"] is None else NotReplayed(whole["problem"])
-
-
-def cores_of(spark: SparkSession) -> int:
-    """Return how many tasks Spark runs at once, as far as is known."""
-    try:
-        context = spark.sparkContext
-    except PySparkException:
-        return CLUSTER_CORES
-    cores = context.defaultParallelism
-    return cores if (context.master or "").startswith("local") else max(cores, CLUSTER_CORES)
-
-
-def chunks_per_window(windows: int, combinations: int, cores: int) -> int:
-    """Return into how many tasks the combinations of each window are divided; each gets a copy of the window.
-
-    All windows together have about ``TASKS_PER_CORE`` tasks per core, and each has at least one.
-    """
-    return max(1, min(combinations, math.ceil(TASKS_PER_CORE * cores / windows)))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
-"""The recorder: listens to agents and balancer at every server, and makes rows of their messages.
+"""The recorder: listens to agents, balancer, edge brokers and coordinator, and makes rows of their messages.
 
 Theory of operation
 -------------------
-There is one link per server, named after it. At each server the recorder listens to three channels:
+There is one link per server, named after it. At each server the recorder listens to five channels:
 
 * ``BALANCER_CHANNEL``, on which agents report. NUMSUB of this channel is the number of balancers: clients and other
   balancers read it. So the recorder subscribes to it by a *pattern* that matches this name only, as NUMSUB does not
   count patterns. NUMPAT counts it once, however many recorders there are; ``PUBSUB NUMPAT`` of our clients subtracts it
   where ``RECORD_CHANNEL`` has subscribers.
 * ``RECORD_CHANNEL``, on which the balancer publishes the same at each server; the first copy counts.
+* ``COORDINATOR_CHANNEL``, on which edge brokers report. NUMSUB of this channel is the number of coordinators, so here,
+  too, the recorder subscribes to a pattern; clients subtract it where ``COORDINATOR_RECORD_CHANNEL`` has subscribers.
+  Brokers send other messages there, with names of sessions: they are dropped.
+* ``COORDINATOR_RECORD_CHANNEL``, on which the coordinator publishes what it decides, the same at each server.
 * a channel of its own, for a probe per ``PROBE_INTERVAL_S``: the time from PUBLISH to receipt.
 
-It listens at a server once all three are confirmed. The recorder also notes what its recording lacks (table ``gaps``;
-``GapKind`` has the kinds). It never listens to ``AGENT_CHANNEL``, which would make it an agent. While its recording
-cannot be written, it subscribes to ``RECORDER_FAILING_CHANNEL``, so that ``dynamoth status`` sees it.
+It listens at a server once all are confirmed. A server that refuses only the two about brokers counts as heard: its
+cluster may have no brokers, and the users that an older ``dynamoth acl`` printed. The log has the refusal.
+
+The recorder also notes what its recording lacks (table ``gaps``; ``GapKind`` has the kinds). It never listens to
+``AGENT_CHANNEL``, which would make it an agent. While its recording cannot be written, it subscribes to
+``RECORDER_FAILING_CHANNEL``, so that ``dynamoth status`` sees it.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
+from dynamoth.edge.control import BrokerReport, unpack_edge
 from dynamoth.errors import MalformedMessage
 from dynamoth.globs import literal_glob
 from dynamoth.machine.bounded import BoundedTable
@@ -39,12 +47,19 @@ from dynamoth.machine.events import (
     Start,
     Tick,
 )
-from dynamoth.names import BALANCER_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL, probe_channel
+from dynamoth.names import (
+    BALANCER_CHANNEL,
+    COORDINATOR_CHANNEL,
+    COORDINATOR_RECORD_CHANNEL,
+    RECORD_CHANNEL,
+    RECORDER_FAILING_CHANNEL,
+    probe_channel,
+)
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.control import REPORT_CODE
 from dynamoth.protocol.records import unpack_rows
 from dynamoth.protocol.reports import Report, unpack_report
-from dynamoth.recording import LATENCY, GapKind
+from dynamoth.recording import BALANCER_TABLES, COORDINATOR_TABLES, LATENCY, GapKind, Table
 from dynamoth_recorder.events import (
     LinkChanged,
     RecorderAction,
@@ -54,7 +69,7 @@ from dynamoth_recorder.events import (
     ServersChanged,
     StoreChanged,
 )
-from dynamoth_recorder.rows import gap, rows_of_balancer, rows_of_report
+from dynamoth_recorder.rows import gap, rows_of_broker, rows_of_report, rows_of_sender
 
 PROBE_INTERVAL_S = 1.0
 PROBE_LOST_S = 5.0
@@ -73,7 +88,7 @@ RESUBSCRIBE_S = 10.0
 """If a server refuses a subscription, the recorder asks again after this time: it may have got the rights."""
 
 SEEN_MAX = 10_000
-"""Messages of balancers that are remembered, to recognise their copies at other servers."""
+"""Messages of balancers, brokers and coordinators that are remembered, to recognise their copies at other servers."""
 
 PROBE_BYTES = 8
 
@@ -82,6 +97,12 @@ _AGENTS = literal_glob(BALANCER_CHANNEL)
 
 _LISTENING = frozenset((_AGENTS, RECORD_CHANNEL))
 """The subscriptions without which rows are missing."""
+
+_BROKERS = literal_glob(COORDINATOR_CHANNEL)
+"""The pattern that matches the channel of brokers' reports only."""
+
+_ABOUT_BROKERS = frozenset((_BROKERS, COORDINATOR_RECORD_CHANNEL))
+"""The subscriptions that a cluster without brokers does not need."""
 
 _PUBLISH = b"PUBLISH"
 
@@ -148,7 +169,8 @@ class RecorderMachine:
         self._changed_at = 0.0
         #: Gaps of lost rows so far.
         self._times_lost = 0
-        self._seen: BoundedTable[tuple[int, int], bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
+        #: Messages by channel, incarnation of the sender and number.
+        self._seen: BoundedTable[tuple[bytes, int, int], bool] = BoundedTable(SEEN_MAX, SEEN_MAX, lambda key, value: 1)
         self.counters: Counter[str] = Counter()
 
     @property
@@ -162,7 +184,7 @@ class RecorderMachine:
         return {
             id_: "; ".join(dict.fromkeys(watched.refusals.values())) or watched.reported or "not connected yet"
             for id_, watched in self._servers.items()
-            if watched.away_since is not None or watched.refusals
+            if watched.away_since is not None or watched.refusals.keys() - _ABOUT_BROKERS
         }
 
     def deadline(self) -> float | None:
@@ -224,9 +246,11 @@ class RecorderMachine:
 
     def _subscribe(self, id_: str) -> list[RecorderAction]:
         """Ask for all subscriptions. That of the probes comes last: once it is confirmed, the others were answered."""
-        channels = [RECORD_CHANNEL, *([RECORDER_FAILING_CHANNEL] if self._is_failing else []), self._probe_channel]
+        failing = [RECORDER_FAILING_CHANNEL] if self._is_failing else []
+        channels = [RECORD_CHANNEL, COORDINATOR_RECORD_CHANNEL, *failing, self._probe_channel]
         return [
             Send(id_, (b"PSUBSCRIBE", _AGENTS), _AGENTS),
+            Send(id_, (b"PSUBSCRIBE", _BROKERS), _BROKERS),
             *(Send(id_, (b"SUBSCRIBE", channel), channel) for channel in channels),
         ]
 
@@ -299,7 +323,11 @@ class RecorderMachine:
                 case [b"pmessage", _, channel, data] if channel == BALANCER_CHANNEL:
                     actions += self._on_agent(id_, data, now)
                 case [b"message", channel, data] if channel == RECORD_CHANNEL:
-                    actions += self._on_balancer(data)
+                    actions += self._on_rows(channel, data, BALANCER_TABLES, "balancer")
+                case [b"pmessage", _, channel, data] if channel == COORDINATOR_CHANNEL:
+                    actions += self._on_broker(data)
+                case [b"message", channel, data] if channel == COORDINATOR_RECORD_CHANNEL:
+                    actions += self._on_rows(channel, data, COORDINATOR_TABLES, "coordinator")
                 case [b"message", channel, data] if channel == self._probe_channel:
                     actions += self._on_probe(id_, data, now)
                 case [b"subscribe" | b"psubscribe", name, _]:
@@ -364,17 +392,37 @@ class RecorderMachine:
             reason = "the agent saw nothing of its server"
             yield gap(GapKind.AGENT_BLIND, report.server, report.blind_s, reason, **place)
 
-    def _on_balancer(self, data: bytes) -> list[RecorderAction]:
+    def _on_rows(self, channel: bytes, data: bytes, tables: Mapping[str, Table], sender: str) -> list[RecorderAction]:
+        """Record what a balancer or coordinator sends for ``tables``; ``sender`` is the column of its incarnation."""
         try:
-            message = unpack_rows(data)
+            message = unpack_rows(data, tables)
         except MalformedMessage:
             self.counters["malformed"] += 1
             return []
-        key = message.balancer, message.number
-        if key in self._seen:
+        if not self._is_new(channel, message.sender, message.number):
             return []
+        return [*rows_of_sender(message, sender)]
+
+    def _on_broker(self, data: bytes) -> list[RecorderAction]:
+        """Record the report of a broker. Its other messages are for the coordinator alone."""
+        try:
+            stamp, message = unpack_edge(data)
+        except MalformedMessage:
+            self.counters["malformed"] += 1
+            return []
+        if not isinstance(message, BrokerReport):
+            return []
+        if not self._is_new(COORDINATOR_CHANNEL, stamp.incarnation, stamp.number):
+            return []
+        return [*rows_of_broker(stamp, message)]
+
+    def _is_new(self, channel: bytes, sender: int, number: int) -> bool:
+        """Return whether a message has not come before, through another server."""
+        key = channel, sender, number
+        if key in self._seen:
+            return False
         self._seen.put(key, True)
-        return [*rows_of_balancer(message)]
+        return True
 
     # Probes.
 

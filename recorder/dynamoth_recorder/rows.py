@@ -1,4 +1,4 @@
-"""Makes rows of a recording from the messages of agents and balancer."""
+"""Makes rows of a recording from the messages of agents, balancer, edge brokers and coordinator."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from dynamoth.edge.control import BrokerReport, Stamp
 from dynamoth.protocol.records import RecordedRows
 from dynamoth.protocol.reports import Report
-from dynamoth.recording import CHANNELS, GAPS, SERVERS, GapKind, channel_text
+from dynamoth.recording import BROKER_INTERESTS, BROKERS, CHANNELS, GAPS, SERVERS, GapKind, channel_text
 from dynamoth_recorder.events import Rows
 
 _OF_REPORT = [
@@ -54,14 +55,39 @@ def _texts(channels: Sequence[bytes]) -> list[str]:
     return [*map(channel_text, channels)]
 
 
-def rows_of_balancer(message: RecordedRows) -> list[Rows]:
-    """Return the rows of a message of the balancer, numbered by ``line``."""
+def rows_of_sender(message: RecordedRows, sender: str) -> list[Rows]:
+    """Return the rows of a message, numbered by ``line``. ``sender``: the column of its sender's incarnation."""
     if not message.rows:
         return []
     columns: dict[str, Any] = dict(zip(message.columns, zip(*message.rows, strict=True), strict=True))
     columns["line"] = range(len(message.rows))
-    same = {"balancer": message.balancer, "number": message.number}
+    same = {sender: message.sender, "number": message.number}
     return [Rows(message.table, len(message.rows), same, columns)]
+
+
+_OF_BROKER = [
+    name
+    for name in (column.name for column in BROKERS.columns)
+    if name not in ("at", "recorder", "incarnation", "number", "latitude", "longitude", "user_loads")
+]
+"""Columns that are attributes of a broker's report."""
+
+
+def rows_of_broker(stamp: Stamp, report: BrokerReport) -> list[Rows]:
+    """Return the row of a broker, and those of the interests that its report names together."""
+    head = {"broker": report.broker, "incarnation": stamp.incarnation, "number": stamp.number}
+    latitude, longitude = report.location or (None, None)
+    broker = {name: getattr(report, name) for name in _OF_BROKER} | {
+        **head,
+        "latitude": latitude,
+        "longitude": longitude,
+        "user_loads": " ".join(map(str, report.user_loads)),
+    }
+    rows, interests = [Rows(BROKERS.name, 1, broker)], report.interests
+    if interests.ids:
+        columns = {"interest": interests.ids, "rate": interests.rates, "users": interests.users}
+        rows.append(Rows(BROKER_INTERESTS.name, len(interests.ids), head, columns))
+    return rows
 
 
 def gap(kind: GapKind, server: str | None, seconds: float, reason: str, **more: int) -> Rows:

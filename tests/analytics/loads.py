@@ -114,7 +114,7 @@ class RecordedCluster(InstantCluster):
         if command[:2] == (b"PUBLISH", RECORD_CHANNEL) and server == SERVERS[0]:
             assert isinstance(command[2], bytes), "rows are packed"
             said = unpack_rows(command[2])
-            key = {"at": self.now, "balancer": said.balancer, "number": said.number}
+            key = {"at": self.now, "balancer": said.sender, "number": said.number}
             self.tables[said.table] += [
                 {**key, "line": line, **dict(zip(said.columns, row, strict=True))} for line, row in enumerate(said.rows)
             ]

@@ -15,6 +15,7 @@ from typing import Any
 
 from dynamoth.recording import TABLES
 from tests.analytics.loads import read_rows, write_rows
+from tests.analytics.planted_brokers import broker_tables
 
 Row = Mapping[str, Any]
 
@@ -64,6 +65,7 @@ def plant(folder: Path) -> None:
         "plans": _plans(),
         "decisions": _decisions(),
         "settings": _settings(),
+        **broker_tables(),
     }
     for name, rows in tables.items():
         write_rows(folder, name, [{**row, "recorder": "r1"} for row in rows])

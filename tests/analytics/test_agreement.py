@@ -178,7 +178,7 @@ class SimRecorder:
         server.meddle = meddle
 
     def _write(self, said: RecordedRows) -> None:
-        key = {"at": self._cluster.now, "balancer": said.balancer, "number": said.number}
+        key = {"at": self._cluster.now, "balancer": said.sender, "number": said.number}
         rows = self.rows.setdefault(said.table, [])
         rows += [
             {**key, "line": line, **dict(zip(said.columns, row, strict=True))} for line, row in enumerate(said.rows)

@@ -27,6 +27,7 @@ from dynamoth_analytics.replay.fidelity import DifferenceInWords, Fidelity, NotR
 from dynamoth_analytics.replay.grid import COMBINATIONS_MAX, read_grid
 from dynamoth_analytics.replay.recorded import RecordedWindow
 from dynamoth_analytics.replay.task import REPLAYS, REPLAYS_SCHEMA, replayed
+from dynamoth_analytics.replay.tasks import chunks_per_window
 from dynamoth_analytics.replay.windows import (
     WHOLE_RECORDING,
     ReplaySpan,
@@ -36,7 +37,7 @@ from dynamoth_analytics.replay.windows import (
     reports_of,
     with_preroll,
 )
-from dynamoth_analytics.what_if import PAGE, WhatIf, chunks_per_window, settle_s
+from dynamoth_analytics.what_if import PAGE, WhatIf, settle_s
 from dynamoth_balancer.options import BalancerOptions
 from dynamoth_cli.main import main
 from tests.analytics.loads import BEGIN, SERVERS, load, recorded_under, rising, write

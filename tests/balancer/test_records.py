@@ -32,7 +32,7 @@ QUICK = BalancerOptions(wait_s=5.0, averaging_s=3.0, channel_rest_s=10.0)
 
 def messages(cluster: SimCluster, balancer: Balancer, server: str = "s1") -> list[RecordedRows]:
     incarnation = balancer.machine.incarnation
-    return [message for message in cluster.servers[server].records if message.balancer == incarnation]
+    return [message for message in cluster.servers[server].records if message.sender == incarnation]
 
 
 def rows(cluster: SimCluster, balancer: Balancer, table: str, **cells: Any) -> list[dict[str, Any]]:

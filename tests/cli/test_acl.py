@@ -49,6 +49,7 @@ FORBIDDEN = (
     names.operator_inbox(7),
     names.OPERATOR_EDGE_CHANNEL,
     names.COORDINATOR_CHANNEL,
+    names.COORDINATOR_RECORD_CHANNEL,
     names.BROKERS_CHANNEL,
     names.broker_channel("b1"),
     names.relay_channel(b"news.x"),
@@ -94,6 +95,16 @@ def test_brokers_and_coordinators_cannot_speak_as_each_other_nor_as_operators() 
     assert allowed(broker.both, b"news.x") and allowed(broker.both, channel_interest("news.x").log_channel)
     assert not allowed(broker.both, SECRET) and allowed(broker.keys_written, log_keys("x")[0])
     assert allowed(broker.keys_written, position_key("x", "ann", "phone"))
+
+
+def test_a_recorder_hears_brokers_and_coordinator_and_speaks_as_neither() -> None:
+    recorder, coordinator, broker = (rights_of(role, [b"news.*"]) for role in ("recorder", "coordinator", "broker"))
+    for channel in (names.COORDINATOR_CHANNEL, names.COORDINATOR_RECORD_CHANNEL):
+        assert allowed(recorder.listens, channel) and not allowed((*recorder.both, *recorder.speaks), channel)
+        assert channel in recorder.listens, "a pattern that it subscribes to must be there literally"
+    assert allowed(coordinator.speaks, names.COORDINATOR_RECORD_CHANNEL)
+    assert not allowed((*broker.both, *broker.speaks), names.COORDINATOR_RECORD_CHANNEL)
+    assert not allowed(coordinator.speaks, names.RECORD_CHANNEL)
 
 
 def test_redis_7_has_clients_listen_and_speak_on_different_names() -> None:

@@ -4,9 +4,29 @@ from dataclasses import replace
 
 import pytest
 
+from dynamoth.edge.control import (
+    BrokerReport,
+    Candidate,
+    Candidates,
+    CandidatesOffer,
+    EdgeMessage,
+    InterestColumns,
+    MoveEnd,
+    MovesEnded,
+    Stamp,
+    pack_edge,
+)
 from dynamoth.globs import literal_glob
 from dynamoth.machine.events import Connect, Disconnect, ErrorReply, Pushed, Replied, Send, Start, Tick
-from dynamoth.names import AGENT_CHANNEL, BALANCER_CHANNEL, RECORD_CHANNEL, RECORDER_FAILING_CHANNEL, probe_channel
+from dynamoth.names import (
+    AGENT_CHANNEL,
+    BALANCER_CHANNEL,
+    COORDINATOR_CHANNEL,
+    COORDINATOR_RECORD_CHANNEL,
+    RECORD_CHANNEL,
+    RECORDER_FAILING_CHANNEL,
+    probe_channel,
+)
 from dynamoth.plan.plan import Server
 from dynamoth.protocol.records import RecordedRows, pack_rows
 from dynamoth.protocol.reports import ChannelColumns, ChannelSums, Report, pack_report
@@ -60,8 +80,9 @@ class Recorder(Subject):
 def test_it_follows_the_servers_and_listens_to_reports_by_a_pattern_and_never_to_what_agents_hear() -> None:
     recorder = Recorder()
     actions = recorder.up("s1")
-    assert commands(actions, b"PSUBSCRIBE") == [(BALANCER_CHANNEL,)], "the name has no character of a glob"
-    assert commands(actions, b"SUBSCRIBE") == [(RECORD_CHANNEL,), (PROBES,)]
+    patterns = [(BALANCER_CHANNEL,), (COORDINATOR_CHANNEL,)]
+    assert commands(actions, b"PSUBSCRIBE") == patterns, "the names have no character of a glob"
+    assert commands(actions, b"SUBSCRIBE") == [(RECORD_CHANNEL,), (COORDINATOR_RECORD_CHANNEL,), (PROBES,)]
     assert AGENT_CHANNEL not in [args for send in only(Send, actions) for args in send.args]
     moved = Server("s1", "redis://elsewhere:1")
     assert recorder.tell(ServersChanged((moved, SERVERS[1]))) == [
@@ -111,6 +132,69 @@ def test_what_the_balancer_says_at_each_server_is_recorded_once_and_its_rows_are
         "line": [0, 1],
     }
     assert recorder.push("s2", RECORD_CHANNEL, data) == []
+
+
+BROKER_REPORT = BrokerReport(
+    broker="b1",
+    capacity_bytes_per_s=1000.0,
+    load_bytes_per_s=600.0,
+    inbound_bytes_per_s=200.0,
+    users=3,
+    location=(48.2, 16.4),
+    interests=InterestColumns(("k1", "k2"), (150.0, 50.0), (2, 1)),
+    user_loads=(0, 2, 1),
+    url="wss://b1/",
+    report_s=1.0,
+)
+
+
+def from_broker(message: EdgeMessage, number: int = 1) -> Pushed:
+    data = pack_edge(Stamp(4, number), message)
+    return Pushed("s1", [[b"pmessage", COORDINATOR_CHANNEL, COORDINATOR_CHANNEL, data]])
+
+
+def test_a_report_of_a_broker_becomes_a_row_and_one_of_each_interest_and_names_no_user() -> None:
+    recorder = Recorder(*SERVERS[:2]).listening()
+    recorder.up("s2")
+    broker, interests = only(Rows, recorder.tell(from_broker(BROKER_REPORT)))
+    head = {"broker": "b1", "incarnation": 4, "number": 1}
+    assert broker.table == "brokers" and head.items() <= broker.same.items()
+    assert broker.same.keys() == {column.name for column in TABLES["brokers"].columns} - {"at", "recorder"}
+    assert (broker.same["user_loads"], broker.same["latitude"], broker.same["load_bytes_per_s"]) == ("0 2 1", 48.2, 600)
+    assert (interests.table, interests.count, interests.same) == ("broker_interests", 2, head)
+    assert interests.columns == {"interest": ("k1", "k2"), "rate": (150.0, 50.0), "users": (2, 1)}
+    copy = replace(from_broker(BROKER_REPORT), link="s2")
+    assert recorder.tell(copy) == [], "it came through another server"
+    candidates = Candidates("b1", (Candidate("phone@ann", ("k1",)),), InterestColumns(("k1",), (1.0,), (1,)))
+    ended = MovesEnded("b1", (("phone@ann", MoveEnd.LEFT),))
+    others: tuple[EdgeMessage, ...] = CandidatesOffer(1, candidates), ended
+    assert recorder.tell(*(from_broker(each, number) for number, each in enumerate(others, 2))) == []
+    [alone] = only(
+        Rows, recorder.tell(from_broker(replace(BROKER_REPORT, interests=InterestColumns(), location=None), 4))
+    )
+    assert alone.same["latitude"] is None and recorder.counted("malformed") == 0
+
+
+def test_what_the_coordinator_says_is_recorded_once_and_each_sender_fills_only_its_own_tables() -> None:
+    recorder = Recorder(*SERVERS[:2]).listening()
+    recorder.up("s2")
+    data = pack_rows(RecordedRows(3, 1, "broker_moves", ("from_broker", "interests"), (("b1", ("k1",)),)))
+    [rows] = only(Rows, recorder.push("s1", COORDINATOR_RECORD_CHANNEL, data))
+    assert (rows.table, rows.same) == ("broker_moves", {"coordinator": 3, "number": 1})
+    assert recorder.push("s2", COORDINATOR_RECORD_CHANNEL, data) == []
+    plans = pack_rows(RecordedRows(3, 2, "plans", ("channel",), (("a",),)))
+    assert recorder.push("s1", COORDINATOR_RECORD_CHANNEL, plans) == recorder.push("s1", RECORD_CHANNEL, data) == []
+    assert recorder.counted("malformed") == 2
+
+
+def test_a_server_that_refuses_only_what_brokers_say_is_heard_and_asked_again() -> None:
+    recorder = Recorder()
+    recorder.up("s1")
+    events = refused(COORDINATOR_CHANNEL), refused(COORDINATOR_RECORD_CHANNEL), confirmed(PROBES)
+    assert only(Refused, recorder.tell(*events)) == [Refused("s1", "NOPERM")]
+    assert recorder.not_heard == {}
+    again = recorder.pass_time(RESUBSCRIBE_S + 1.0)
+    assert (COORDINATOR_CHANNEL,) in commands(again, b"PSUBSCRIBE")
 
 
 def test_gaps_name_what_the_recording_does_not_know() -> None:
@@ -287,7 +371,7 @@ def test_a_refusal_is_reported_once_and_lasts_until_the_subscription_is_confirme
     assert recorder.tell(refused(AGENTS), refused(RECORD_CHANNEL), confirmed(PROBES)) == [Refused("s1", "NOPERM")]
     for _ in range(3):
         again = recorder.pass_time(RESUBSCRIBE_S + 1.0)
-        assert commands(again, b"PSUBSCRIBE") == [(BALANCER_CHANNEL,)] and not commands(again, b"PUBLISH")
+        assert commands(again, b"PSUBSCRIBE")[0] == (BALANCER_CHANNEL,) and not commands(again, b"PUBLISH")
         assert only(Refused, again) == [] and recorder.not_heard == {"s1": "NOPERM"}
         assert recorder.tell(refused(AGENTS), confirmed(RECORD_CHANNEL, PROBES)) == []
         assert recorder.not_heard == {"s1": "NOPERM"}

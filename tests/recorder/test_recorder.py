@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections import Counter, defaultdict
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import pytest
 from dynamoth.names import BALANCER_CHANNEL, RECORD_CHANNEL
 from dynamoth.protocol.records import RecordedRows, pack_rows
 from dynamoth.protocol.reports import ChannelColumns, Report, pack_report
-from dynamoth.recording import DECISIONS, GAPS, LATENCY, TABLES
+from dynamoth.recording import BROKER_TABLES, DECISIONS, GAPS, LATENCY, TABLES
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster, environment_without_settings
+from dynamoth_cli.local.embedded import reserve_port
 from dynamoth_client import from_url
 from dynamoth_recorder.process.tables import parquet
 from tests.whole.acl_cluster import Rules, acl_cluster, acl_log, all_rules
@@ -79,7 +81,7 @@ def test_a_cluster_is_recorded_and_a_killed_recorder_leaves_whole_files(
                 cluster.ask(server, (b"PUBLISH", RECORD_CHANNEL, data))
         move(cluster, channel, "s2")
         traffic.flows()
-        full = TABLES.keys() - {GAPS.name}
+        full = TABLES.keys() - {GAPS.name} - BROKER_TABLES.keys()
         until(lambda: all(read(folder)[table] for table in full), "rows in all tables", every_s=0.5)
 
         until(lambda: {"s1", "s2"} <= places(folder, channel), "the channel at both servers", every_s=0.5)
@@ -92,7 +94,7 @@ def test_a_cluster_is_recorded_and_a_killed_recorder_leaves_whole_files(
             assert set(keys.values()) == {1}
 
         [(_, balancers), patterns] = cluster.ask("s1", (b"PUBSUB", b"NUMSUB", BALANCER_CHANNEL), (b"PUBSUB", b"NUMPAT"))
-        assert (balancers, patterns) == (1, 2), "the recorder is no balancer; its pattern, and the agent's"
+        assert (balancers, patterns) == (1, 3), "the recorder is no balancer; its patterns, and the agent's"
         with from_url(cluster.url) as client:
             assert client.pubsub_numpat() == 0, "neither is an application's"
 
@@ -145,7 +147,7 @@ def test_a_full_disk_is_logged_and_shown_and_stops_nothing_and_the_rights_of_a_r
         assert recorder is not None
         with Traffic(cluster, [channel]) as traffic:
             move(cluster, channel, "s2")
-            heard = TABLES.keys() - {GAPS.name, DECISIONS.name}
+            heard = TABLES.keys() - {GAPS.name, DECISIONS.name} - BROKER_TABLES.keys()
             until(lambda: all(read(folder)[table] for table in heard), "rows in the tables", every_s=0.5)
 
             fill_disk(recorder, full=True)
@@ -163,6 +165,25 @@ def test_a_full_disk_is_logged_and_shown_and_stops_nothing_and_the_rights_of_a_r
                 sequences = {sequence for id_, sequence in after if id_ == server}
                 assert sequences == {*range(min(sequences), max(sequences) + 1)}, "rows waited in memory"
             assert traffic.finish().gaps == 0
+        assert acl_log(cluster) == []
+
+
+def test_brokers_and_their_coordinator_are_recorded_under_the_rules(tmp_path: Path) -> None:
+    folder = tmp_path / "recording"
+    settings = {"broker.report_s": 0.3, "broker.anonymous": True}
+    with acl_cluster(all_rules()[-1], tmp_path, settings=settings, record=folder) as cluster, ExitStack() as stack:
+        port = str(stack.enter_context(reserve_port()).getsockname()[1])
+        broker = cluster.beside("b1", "broker", "--id", "b1", "--port", port)
+        coordinator = cluster.beside("coordinator", "coordinator")
+        for child in (broker, coordinator):
+            stack.callback(child.stop)
+            child.start()
+        wanted = "brokers", "coordinator_settings"
+        until(lambda: all(read(folder)[table] for table in wanted), "both are recorded", every_s=0.5)
+        rows = read(folder)["brokers"]
+        assert {(row["broker"], row["users"]) for row in rows} == {("b1", 0)}
+        keys = [tuple(row[name] for name in TABLES["brokers"].key) for row in rows]
+        assert len(keys) == len(set(keys)), "each report has come through two servers"
         assert acl_log(cluster) == []
 
 

@@ -18,6 +18,7 @@ from dynamoth.data.registrations import (
     registration_keys,
 )
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.sql import PARAMETER_PREFIX
 from dynamoth_analytics.files import arrow, parquet
 
 CHANGES_PER_READ = 5000
@@ -34,7 +35,7 @@ _TYPES: dict[ParameterType, Any] = {
 
 def interest_schema(query: StandingQuery) -> Any:
     """Return the Arrow schema of a query's interest table: id, when it was registered (ms), and the parameters."""
-    parameters = [arrow.field(each.name, _TYPES[each.type]) for each in query.parameters]
+    parameters = [arrow.field(PARAMETER_PREFIX + each.name, _TYPES[each.type]) for each in query.parameters]
     return arrow.schema([
         arrow.field("_interest", arrow.string()), arrow.field(REGISTERED, arrow.int64()), *parameters,
     ])  # fmt: skip
@@ -142,7 +143,9 @@ class InterestTable:
                 columns["_interest"].append(registration.interest_id)
                 columns[REGISTERED].append(registration.at_ms)
                 for each in self._query.parameters:
-                    columns[each.name].append(values[each.name])
+                    value = values[each.name]
+                    is_whole = each.type == "int" and value is not None
+                    columns[PARAMETER_PREFIX + each.name].append(int(value) if is_whole else value)
         self._version += 1
         former, file = self._file, self._folder / f"{self._version}.parquet"
         hidden = file.with_suffix(".tmp")

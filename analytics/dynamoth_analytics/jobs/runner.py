@@ -12,7 +12,9 @@ from typing import Any
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
-from dynamoth_analytics.jobs import channels, load
+from dynamoth.settings.sections import MigrationSettings
+from dynamoth_analytics.jobs import brokers, channels, load
+from dynamoth_analytics.reading import Recording
 from dynamoth_analytics.text import TimeFormat, time_of_day
 
 Row = Mapping[str, Any]
@@ -37,8 +39,11 @@ class Drawn:
     #: The settings in force, and how they are known.
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     settings_recorded: bool = False
-    #: Length of a slot in seconds.
+    #: A broker above this load ratio is overloaded, by the settings of the coordinator.
+    broker_ratio_high: float = MigrationSettings.ratio_high
+    #: Length of a slot in seconds, and of one in charts.
     slot_s: int = 1
+    drawn_slot_s: int = 1
     #: How times are written.
     when: TimeFormat = time_of_day
     #: How far the clocks of recorders are apart; 0: they agree.
@@ -111,11 +116,51 @@ def channel_jobs(jobs: Jobs, slots: DataFrame, spans: DataFrame, slot_s: int) ->
     return loads
 
 
+def broker_jobs(jobs: Jobs, recording: Recording, settings: MigrationSettings, slot_s: int, drawn_slot_s: int) -> None:
+    """Run the jobs about edge brokers, if the recording has any.
+
+    Args:
+        jobs: runs them.
+        recording: the recording.
+        settings: those of the coordinator.
+        slot_s: length of a slot in seconds.
+        drawn_slot_s: length of a slot in charts: a multiple.
+
+    """
+    reports = recording.table("brokers")
+    if reports.isEmpty():
+        return
+    interests = recording.table("broker_interests")
+    weight, high = settings.connection_bytes_per_s, settings.ratio_high
+    loads = jobs.run("broker_load", lambda: brokers.broker_load(reports, interests, slot_s, weight))
+    summary = jobs.run(
+        "brokers", lambda: brokers.by_broker(loads, high), F.desc("ratio_max"), rows_max=SERVERS_DRAWN_MAX
+    )
+    busy = summary.orderBy(F.desc("ratio_max")).limit(SERVERS_DRAWN_MAX).select("broker")
+    jobs.draw("broker_load", _coarser(loads.join(F.broadcast(busy), "broker"), drawn_slot_s, "broker"))
+    balance = jobs.run("broker_balance", lambda: brokers.broker_balance(loads, interests, slot_s))
+    jobs.draw("broker_balance", _coarser(balance, drawn_slot_s))
+    jobs.draw("broker_sums", brokers.balance_sums(balance))
+    jobs.run("broker_silences", lambda: brokers.broker_silences(reports), F.desc("seconds"))
+    rows = recording.table("broker_decisions")
+    decided = jobs.run("broker_decisions", lambda: brokers.broker_decisions(rows), F.desc("at"))
+    jobs.draw("broker_decision_sums", brokers.decision_sums(decided))
+    jobs.run("shuffles", lambda: brokers.shuffles(decided), F.desc("at"))
+    effects = jobs.run("broker_effects", lambda: brokers.broker_effects(rows))
+    moved = jobs.run(
+        "migrations",
+        lambda: brokers.migrations(recording.table("broker_moves"), effects),
+        F.desc("load_bytes_per_s"),
+        F.desc("at"),
+    )
+    jobs.run("migration_ends", lambda: brokers.migration_ends(moved), F.desc("moves"))
+
+
 def _coarser(rows: DataFrame, step: int, *keys: str) -> DataFrame:
     """Return load or balance with few enough slots to be drawn."""
     slot = F.timestamp_seconds(F.floor(F.col("slot").cast("long") / step) * step)
     largest = [name for name in ("ratio_max", "ratio_mean", "imbalance") if name in rows.columns]
-    mean = [F.avg("ratio").alias("ratio")] if "ratio" in rows.columns else []
+    mean = [F.avg(name).alias(name) for name in ("ratio", "cov") if name in rows.columns]
     grouped = rows.groupBy(*keys, slot.alias("slot")).agg(*(F.max(name).alias(name) for name in largest), *mean)
     return grouped.orderBy("slot")
 

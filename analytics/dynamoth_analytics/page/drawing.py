@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamoth_analytics.jobs.calibration import BREAK, FLAT, SMOOTH, TOO_LITTLE
 from dynamoth_analytics.jobs.runner import Drawn, Row
+from dynamoth_analytics.page.brokers import broker_sections
 from dynamoth_analytics.page.findings import cause
 from dynamoth_analytics.page.html import Axes, Series, bars, chart, code, page, paragraph, section, table
 from dynamoth_analytics.text import TimeFormat, display_name, duration, figure, percent, ratio
@@ -32,7 +33,7 @@ def draw(drawn: Drawn, sentences: Sequence[str], begin: datetime, end: datetime,
     when = drawn.when
     parts = (
         *(_load(drawn, when), _channels(drawn, _judged(drawn)), _plans(drawn, when), _calibration(drawn, toml)),
-        *(_departures(drawn, when), _gaps(drawn, when)),
+        *(*broker_sections(drawn, when), _departures(drawn, when), _gaps(drawn, when)),
     )
     return page("Report of a Dynamoth cluster", subtitle, sentences, parts)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from dynamoth_analytics.jobs.calibration import SMOOTH
 from dynamoth_analytics.jobs.runner import Drawn, Row
+from dynamoth_analytics.page.brokers import broker_findings, broker_overload
 from dynamoth_analytics.text import TimeFormat, counted, display_name, duration, figure, percent, ratio
 
 ANOMALY_SENTENCES_MAX = 2
@@ -34,7 +35,8 @@ CAUSE_SHARE_MIN = 0.3
 
 def findings(drawn: Drawn) -> list[str]:
     """Return what the recording says, in sentences."""
-    parts = (_overload, _busiest, _moves, _break, _replication, _anomalies, _incomplete)
+    of_servers = _overload, broker_overload, _busiest, _moves, _break, _replication
+    parts = (*of_servers, broker_findings, _anomalies, _incomplete)
     return [sentence for part in parts for sentence in part(drawn)]
 
 

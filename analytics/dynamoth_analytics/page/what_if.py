@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from dynamoth_analytics import text
 from dynamoth_analytics.jobs.runner import ROWS_DRAWN_MAX
 from dynamoth_analytics.page import html
-from dynamoth_analytics.replay.comparison import CONFIDENT_P, Compared, complete, frontier, incomplete, winners
+from dynamoth_analytics.replay.comparison import (
+    CONFIDENT_P,
+    Compared,
+    Judged,
+    complete,
+    frontier,
+    incomplete,
+    winners,
+)
 from dynamoth_analytics.replay.fidelity import DifferenceInWords, Fidelity, NotReplayed
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one part of a what-if has found: times, findings in sentences, and sections of HTML."""
+
+    begin: datetime
+    end: datetime
+    sentences: Sequence[str]
+    sections: Sequence[str]
 
 
 def sentences(compared: Sequence[Compared], window_s: float, overload_ratio: float) -> list[str]:
@@ -53,7 +72,7 @@ def _main(in_force: Compared, others: Sequence[Compared], best: Sequence[Compare
     evidence = f"better in {first.better} of {text.counted(first.windows, 'window')}, worse in {first.worse}"
     if first.costs[0] > in_force.costs[0]:
         evidence += ", with more overload in all"
-    p = f"p at most {_p(first)}, corrected for {text.counted(first.tried, 'combination')} tried"
+    p = f"p at most {p_text(first)}, corrected for {text.counted(first.tried, 'combination')} tried"
     if first.is_sure:
         return f"Better: {first.text}: {_figures(first)}; {evidence} ({p})."
     return (
@@ -66,7 +85,7 @@ def _figures(one: Compared) -> str:
     return f"{one.overload_minutes:.1f} server-minutes of overload with {text.counted(one.moves, 'move')}"
 
 
-def _p(one: Compared) -> str:
+def p_text(one: Judged) -> str:
     """Return p with three digits, rounded up, as it is a bound."""
     return f"{math.ceil(one.p * 1000) / 1000:.3f}"
 
@@ -177,7 +196,7 @@ def _table(rows: Sequence[Compared], empty: str) -> str:
             text.ratio(each.ratio_max),
             text.ratio(each.imbalance),
             f"{each.better}:{each.worse} of {each.windows}" if each.combination else "-",
-            _p(each) if each.combination else "-",
+            p_text(each) if each.combination else "-",
         )
         for each in rows[:ROWS_DRAWN_MAX]
     ]

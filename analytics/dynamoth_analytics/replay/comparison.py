@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -13,6 +14,7 @@ from pyspark.sql import functions as F
 from dynamoth_analytics.errors import BadRecording
 from dynamoth_analytics.replay.grid import Combination
 from dynamoth_analytics.replay.windows import WHOLE_RECORDING
+from dynamoth_balancer.options import BalancerOptions
 
 CONFIDENT_P = 0.05
 """Settings are called better where chance alone makes some look so good with at most this probability."""
@@ -21,27 +23,16 @@ SAME_S = 1.0
 """Overload and server-seconds that differ by less are the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """The sum of all windows under a combination of settings, compared with those in force (``combination`` 0)."""
+class Judged:
+    """A combination of settings that was compared with those in force (``combination`` 0), window by window."""
 
     combination: int
-    text: str
     windows: int
-    overload_minutes: float
-    server_s: float
-    moves: int
-    replications: int
-    ratio_max: float
-    imbalance: float
     #: In how many windows it was better, or worse, than the settings in force.
     better: int
     worse: int
     #: How many combinations are tried besides the settings in force.
-    tried: int = 1
-    #: In how many windows its replay failed, and why in the first of them. No figure includes these windows.
-    failed: int = 0
-    problem: str | None = None
+    tried: int
 
     @property
     def p(self) -> float:
@@ -64,6 +55,37 @@ class Compared:
 
     @property
     def costs(self) -> tuple[float, float, float]:
+        """What it costs: lower is better."""
+        raise NotImplementedError
+
+
+J = TypeVar("J", bound=Judged)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared(Judged):
+    """The sum of all windows under a combination of settings, compared with those in force (``combination`` 0)."""
+
+    combination: int
+    text: str
+    windows: int
+    overload_minutes: float
+    server_s: float
+    moves: int
+    replications: int
+    ratio_max: float
+    imbalance: float
+    #: In how many windows it was better, or worse, than the settings in force.
+    better: int
+    worse: int
+    #: How many combinations are tried besides the settings in force.
+    tried: int = 1
+    #: In how many windows its replay failed, and why in the first of them. No figure includes these windows.
+    failed: int = 0
+    problem: str | None = None
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
         """Overload, server-seconds and moves: lower is better."""
         return round(self.overload_minutes, 3), round(self.server_s), float(self.moves)
 
@@ -79,7 +101,7 @@ def sign_test(better: int, worse: int) -> float:
     return total / (1 << throws)
 
 
-def complete(compared: Sequence[Compared]) -> list[Compared]:
+def complete(compared: Sequence[J]) -> list[J]:
     """Return the combinations that were replayed in all windows of the settings in force, which come first.
 
     The others have smaller sums only because they lack windows.
@@ -87,29 +109,29 @@ def complete(compared: Sequence[Compared]) -> list[Compared]:
     return [each for each in compared if each.windows == compared[0].windows]
 
 
-def incomplete(compared: Sequence[Compared]) -> list[Compared]:
+def incomplete(compared: Sequence[J]) -> list[J]:
     """Return the combinations that lack windows of the settings in force, which come first."""
     return [each for each in compared if each.windows != compared[0].windows]
 
 
-def frontier(compared: Iterable[Compared]) -> list[Compared]:
-    """Return those that no other one beats in overload, server-seconds and moves at once, by overload.
+def frontier(compared: Iterable[J]) -> list[J]:
+    """Return those that no other one beats in all costs at once, by the first.
 
     Of several with the same costs, the first.
     """
-    kept: list[Compared] = []
+    kept: list[J] = []
     for each in sorted(compared, key=lambda one: (one.costs, one.combination)):
         if not any(all(a <= b for a, b in zip(other.costs, each.costs, strict=True)) for other in kept):
             kept.append(each)
     return kept
 
 
-def winners(compared: Iterable[Compared]) -> list[Compared]:
+def winners(compared: Iterable[J]) -> list[J]:
     """Return the combinations that are better than the settings in force in most windows, the surest and best first."""
     return sorted((each for each in compared if each.beats), key=lambda one: (one.p, one.costs, one.combination))
 
 
-def compare(replays: DataFrame, combinations: Sequence[Combination]) -> list[Compared]:
+def compare(replays: DataFrame, combinations: Sequence[Combination[BalancerOptions]]) -> list[Compared]:
     """Return the sums of each combination over the windows that the settings in force have, those in force first.
 
     Args:

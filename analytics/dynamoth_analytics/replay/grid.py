@@ -1,8 +1,10 @@
 """Reads the settings that a what-if compares: a TOML file with values, lists and ranges.
 
-Each key is a setting of the balancer. A value is one value, a list of them, or a range ``{ from = 0.6, to = 0.9, step =
-0.1 }`` with both ends. All combinations are tried. Tables ``[[grid]]`` are grids of their own, so that only some
-combinations are tried.
+Each key is a setting of the balancer; ``coordinator.cov_max`` and its like are settings of the coordinator of edge
+brokers. The two are compared apart from each other, as neither depends on the other.
+
+A value is one value, a list of them, or a range ``{ from = 0.6, to = 0.9, step = 0.1 }`` with both ends. All
+combinations are tried. Tables ``[[grid]]`` are grids of their own, so that only some combinations are tried.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from dynamoth.errors import ConfigError
 from dynamoth.settings.declare import Declared, one_of, to_text
-from dynamoth.settings.sections import PlanningSettings
+from dynamoth.settings.sections import MigrationSettings, PlanningSettings
 from dynamoth_balancer.options import BalancerOptions
+from dynamoth_broker.coordinator.settings import CoordinatorOptions
 
 COMBINATIONS_MAX = 10_000
 """Most combinations of one grid: some hours of a machine's time."""
@@ -43,15 +46,33 @@ _OPTIONS = (
 )
 """Options that no user needs to set, and that a grid may change."""
 
+COORDINATOR = "coordinator"
+"""The table of a grid with settings of the coordinator."""
+
+_NOT_OF_COORDINATOR = (
+    *("dry_run", "report_s", "suspect_reports", "ask_timeout_s", "batch_timeout_s"),
+    *("fast_half_life_s", "appear_s"),
+)
+"""Settings for brokers that fail or answer late, and for the placement of newcomers: a replay has none of them."""
+
+_RELATED = (
+    ("cov_target", "cov_max", False),
+    ("cov_max", "shuffle_cov_min", True),
+    ("ratio_mean_min", "shuffle_ratio_mean_min", False),
+)
+"""Settings of the coordinator of which the first must not be above the second, or (True) must be below it."""
+
 _RANGE = {"from", "to", "step"}
+
+Options = TypeVar("Options", BalancerOptions, CoordinatorOptions)
 
 
 @dataclass(frozen=True, slots=True)
-class Combination:
+class Combination(Generic[Options]):
     """Settings to try: what differs from the settings in force, by name, and the options that result."""
 
     changes: Mapping[str, Any]
-    options: BalancerOptions
+    options: Options
 
     @property
     def text(self) -> str:
@@ -60,7 +81,7 @@ class Combination:
 
 
 def known_settings() -> dict[str, Declared]:
-    """Return the settings that a grid may change, by name."""
+    """Return the settings of the balancer that a grid may change, by name."""
     names = [item.name for item in fields(PlanningSettings) if item.name not in _NO_DECISIONS]
     declared = {item.name: item for item in fields(BalancerOptions)}
     defaults = {"load_ratio_accept": PlanningSettings().load_ratio_safe}
@@ -70,8 +91,16 @@ def known_settings() -> dict[str, Declared]:
     }
 
 
-def read_grid(text: str, name: str, in_force: BalancerOptions, *, related: bool = True) -> list[Combination]:
-    """Return all combinations, the settings in force first.
+def known_coordinator_settings() -> dict[str, Declared]:
+    """Return the settings of the coordinator that a grid may change, by name, without ``coordinator.``."""
+    known = [item for item in fields(MigrationSettings) if item.name not in _NOT_OF_COORDINATOR]
+    return {item.name: Declared(COORDINATOR, item.name, item.default, item.metadata["setting"]) for item in known}
+
+
+def read_grid(
+    text: str, name: str, in_force: BalancerOptions, *, related: bool = True
+) -> list[Combination[BalancerOptions]]:
+    """Return all combinations of settings of the balancer, the settings in force first.
 
     Args:
         text: of the file.
@@ -83,6 +112,43 @@ def read_grid(text: str, name: str, in_force: BalancerOptions, *, related: bool 
         ConfigError: the file cannot be used. The text names everything that is wrong in it.
 
     """
+    axes, _ = _read_axes(text, name)
+    problems: list[str] = []
+    combinations = list(_combinations(axes, in_force, problems, related=related))
+    _refuse(name, problems)
+    return [Combination({}, in_force), *combinations]
+
+
+def read_coordinator_grid(
+    text: str, name: str, in_force: CoordinatorOptions, *, related: bool = True
+) -> list[Combination[CoordinatorOptions]]:
+    """Return all combinations of settings of the coordinator, the settings in force first.
+
+    Arguments and errors are those of :func:`read_grid`.
+    """
+    _, axes = _read_axes(text, name)
+    problems: list[str] = []
+    combinations = list(_coordinator_combinations(axes, in_force, problems, related=related))
+    _refuse(name, problems)
+    return [Combination({}, in_force), *combinations]
+
+
+def names_balancer(text: str, name: str) -> bool:
+    """Return whether a grid has settings of the balancer. Raises ConfigError."""
+    return bool(_read_axes(text, name)[0])
+
+
+def names_coordinator(text: str, name: str) -> bool:
+    """Return whether a grid has settings of the coordinator. Raises ConfigError."""
+    return bool(_read_axes(text, name)[1])
+
+
+_AllAxes = list[dict[str, list[Any]]]
+"""The values of each setting, of each grid."""
+
+
+def _read_axes(text: str, name: str) -> tuple[_AllAxes, _AllAxes]:
+    """Return what a file says of the balancer, and what of the coordinator. Raises ConfigError."""
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of numbers with thousands of digits, too
@@ -93,17 +159,21 @@ def read_grid(text: str, name: str, in_force: BalancerOptions, *, related: bool 
     if not all(isinstance(each, dict) for each in several):
         problems.append("grid: tables [[grid]] expected")
         several = []
-    grids = [each for each in (document, *cast("list[dict[str, Any]]", several)) if each]
-    if not grids and not problems:
+    grids: list[dict[str, Any]] = [document, *several]
+    others: list[Any] = [each.pop(COORDINATOR) for each in grids if COORDINATOR in each]
+    if not all(isinstance(each, dict) for each in others):
+        problems.append(f"{COORDINATOR}: settings such as {COORDINATOR}.cov_max = [0.1, 0.2] expected")
+        others = []
+    if not any(grids) and not any(others) and not problems:
         problems.append("it names no setting: add a line such as load_ratio_high = [0.7, 0.8]")
-    axes = [_axes(grid, problems) for grid in grids]
+    axes = [_axes(each, known_settings(), "", problems) for each in grids if each]
+    other_axes = [_axes(each, known_coordinator_settings(), f"{COORDINATOR}.", problems) for each in others if each]
     _refuse(name, problems)
-    if (size := sum(prod(map(len, each.values())) for each in axes)) > COMBINATIONS_MAX:
-        limit = f"at most {COMBINATIONS_MAX} are compared"
-        raise ConfigError(f"{name} has {size} combinations, and {limit}: take fewer values")
-    combinations = list(_combinations(axes, in_force, problems, related=related))
-    _refuse(name, problems)
-    return [Combination({}, in_force), *combinations]
+    for some in (axes, other_axes):
+        if (size := sum(prod(map(len, each.values())) for each in some)) > COMBINATIONS_MAX:
+            limit = f"at most {COMBINATIONS_MAX} are compared"
+            raise ConfigError(f"{name} has {size} combinations, and {limit}: take fewer values")
+    return axes, other_axes
 
 
 def _refuse(name: str, problems: Sequence[str]) -> None:
@@ -113,22 +183,25 @@ def _refuse(name: str, problems: Sequence[str]) -> None:
         raise ConfigError(f"{name}: {'; '.join(shown[:PROBLEMS_SHOWN_MAX])}{more}")
 
 
-def _axes(grid: Mapping[str, Any], problems: list[str]) -> dict[str, list[Any]]:
-    """Return the values of each setting."""
-    known = known_settings()
+def _axes(
+    grid: Mapping[str, Any], known: Mapping[str, Declared], prefix: str, problems: list[str]
+) -> dict[str, list[Any]]:
+    """Return the values of each setting. ``prefix``: of its name in the file."""
     axes: dict[str, list[Any]] = {}
     for name, given in grid.items():
+        shown = f"{prefix}{name}"
         if name not in known:
-            problems.append(f"{name} is no setting that a grid can change: {one_of(name, known)}")
+            names = [f"{prefix}{each}" for each in known]
+            problems.append(f"{shown} is no setting that a grid can change: {one_of(shown, names)}")
             continue
         values: list[Any] = []
-        for value in _values(name, given, problems):
+        for value in _values(shown, given, problems):
             try:
                 values.append(known[name].parse(value, "the grid"))
             except ConfigError:
-                problems.append(f"{name}: {known[name].accepted} expected, not {value!r:.80}")
+                problems.append(f"{shown}: {known[name].accepted} expected, not {value!r:.80}")
         if not values and given == []:
-            problems.append(f"{name}: the list is empty")
+            problems.append(f"{shown}: the list is empty")
         axes[name] = list(dict.fromkeys(values))
     return axes
 
@@ -168,7 +241,7 @@ def _toml(given: Mapping[str, Any]) -> str:
 
 def _combinations(
     axes: Sequence[Mapping[str, Sequence[Any]]], in_force: BalancerOptions, problems: list[str], *, related: bool
-) -> Iterator[Combination]:
+) -> Iterator[Combination[BalancerOptions]]:
     seen: set[BalancerOptions] = {in_force}
     for each in axes:
         for values in product(*each.values()):
@@ -183,3 +256,33 @@ def _combinations(
             elif options not in seen:
                 seen.add(options)
                 yield Combination(changes, options)
+
+
+def _coordinator_combinations(
+    axes: Sequence[Mapping[str, Sequence[Any]]], in_force: CoordinatorOptions, problems: list[str], *, related: bool
+) -> Iterator[Combination[CoordinatorOptions]]:
+    seen: set[CoordinatorOptions] = {in_force}
+    for each in axes:
+        for values in product(*each.values()):
+            changes = dict(zip(each, values, strict=True))
+            if wrong := _unrelated(changes, in_force, related=related):
+                problems += wrong
+            elif related and (options := replace(in_force, **changes)) not in seen:
+                seen.add(options)
+                yield Combination({f"{COORDINATOR}.{name}": value for name, value in changes.items()}, options)
+
+
+def _unrelated(changes: Mapping[str, Any], in_force: CoordinatorOptions, *, related: bool) -> list[str]:
+    """Return which of the settings that limit each other do not fit together."""
+    found: list[str] = []
+    for low, high, is_strict in _RELATED:
+        if not ({low, high} & changes.keys() if related else {low, high} <= changes.keys()):
+            continue
+        below, above = (changes.get(name, getattr(in_force, name)) for name in (low, high))
+        if below > above or (is_strict and below == above):
+            needed = "less than" if is_strict else "at most"
+            found.append(
+                f"{COORDINATOR}.{low} = {below:g} must be {needed} {COORDINATOR}.{high} = {above:g}: name both in the"
+                " grid, and leave out with tables [[grid]] what does not fit"
+            )
+    return found

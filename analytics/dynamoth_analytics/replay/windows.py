@@ -184,13 +184,14 @@ def _pack(key: tuple[Any, ...], reports: pa.Table, channels: pa.Table) -> pa.Tab
     return pa.table(
         {
             "window": pa.array([key[0].as_py()], pa.int64()),
-            "reports": pa.array([_stream(reports.drop_columns(["window"]).sort_by(order))], pa.binary()),
-            "channels": pa.array([_stream(rows.drop_columns(["window"]))], pa.binary()),
+            "reports": pa.array([stream(reports.drop_columns(["window"]).sort_by(order))], pa.binary()),
+            "channels": pa.array([stream(rows.drop_columns(["window"]))], pa.binary()),
         }
     )
 
 
-def _stream(table: pa.Table) -> bytes:
+def stream(table: pa.Table) -> bytes:
+    """Return a table as a compressed Arrow stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)

@@ -12,6 +12,8 @@ breaks when two act for a moment, as after a long pause of one: a move loses not
 need no fence against old orders.
 
 Brokers do not depend on a coordinator: without one, nobody is moved, and users are sent to configured alternates.
+
+What the coordinator decides is published for recorders, too: see ``records``.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ from dynamoth_broker.coordinator.events import AskCandidates, DecisionRecorded, 
 from dynamoth_broker.coordinator.model import LoadModel
 from dynamoth_broker.coordinator.newcomers import Newcomers
 from dynamoth_broker.coordinator.orders import StoredOrders
+from dynamoth_broker.coordinator.records import Records
 from dynamoth_broker.coordinator.requests import Requests
 from dynamoth_broker.coordinator.roster import Roster
 from dynamoth_broker.coordinator.settings import CoordinatorOptions
@@ -114,7 +117,8 @@ class CoordinatorMachine:
             servers: of the cluster.
             incarnation: random, and new with each start.
             options: the settings.
-            ticket_secret: random and new with each start, for the keys of tickets; empty: brokers give none.
+            ticket_secret: random and new with each start, for the keys of tickets and of hashes of sessions; empty:
+                brokers give no tickets, and the hashes have no key.
 
         """
         self.options = options
@@ -122,7 +126,7 @@ class CoordinatorMachine:
         self.counters: Counter[str] = Counter()
         self._timers: Timers[CoordinatorAction] = Timers()
         self._ticket_secret = ticket_secret
-        ids = [server.id for server in servers]
+        ids = self._servers = [server.id for server in servers]
         self._links = EdgeLinks(
             {server.id: server.url for server in servers},
             (COORDINATOR_CHANNEL, OPERATOR_EDGE_CHANNEL),
@@ -135,6 +139,7 @@ class CoordinatorMachine:
         self._orders = StoredOrders(ids)
         self._requests = Requests(self, self._orders, self._timers, self.counters)
         self._newcomers = Newcomers(self, options)
+        self._records = Records(incarnation, options, ticket_secret)
         self.controller = self._new_controller(0.0)
         self.roster = Roster(options, self.counters)
         #: Whether it has the lease, as far as the latest look at it says.
@@ -149,6 +154,9 @@ class CoordinatorMachine:
         """Handle one event; return the actions to execute, in order."""
         actions = self._follow_lease(now)
         actions += self._handle(event, now)
+        if self.is_leading:
+            self._records.tick(self.controller.is_paused, now)
+            actions += self._records.publish(id_ for id_ in self._servers if self._links.is_up(id_))
         return actions
 
     def deadline(self) -> float | None:
@@ -223,10 +231,12 @@ class CoordinatorMachine:
         self.is_leading = self._orders.are_known
         if self.is_leading:
             self.counters["terms"] += 1
+            self._records.begin_term(self.counters["terms"], now)
             self.obey()
             fields = {"paused": self.controller.is_paused, "pinned_users": len(self.controller.pinned)}
             return [*actions, Noted("this coordinator acts now", fields=fields)]
         self._begin_again(now)
+        self._records.end_term()
         return [*actions, *self._requests.on_lease_lost(), Noted("this coordinator waits", self.why_waiting)]
 
     # What operators have ordered.
@@ -319,11 +329,14 @@ class CoordinatorMachine:
             case BrokerReport():
                 return self._on_report(stamp, message, now)
             case CandidatesOffer(request, candidates):
+                if self.controller.stage is Stage.ASKING:
+                    self._records.on_candidates(request, candidates)
                 return self._control(controlling.Answered(request, candidates), now)
             case MovesEnded(_, ends):
                 actions: list[CoordinatorAction] = []
                 for user, end in ends:
                     self.counters[f"moves_{end.value}"] += self.is_leading
+                    self._records.on_move_ended(user, end, now)
                     actions += self._control(controlling.MoveEnded(user, end is MoveEnd.LEFT), now)
                 return actions
             case _:
@@ -360,12 +373,15 @@ class CoordinatorMachine:
         for action in self.controller.handle(event, now):
             match action:
                 case AskCandidates(request, broker, load, users_max, rest_s):
+                    self._records.on_asking(request)
                     wanted = CandidatesRequest(request, load, users_max, rest_s)
                     actions += self._publish(broker_channel(broker), wanted)
-                case MoveUsers():
+                case MoveUsers(_, moves):
+                    self._records.on_asked(moves, now)
                     actions += self._move_users(action)
                 case DecisionRecorded(decision):
                     self.counters["decisions"] += not (decision.moved or decision.failed or decision.measured)
+                    self._records.on_decision(decision, now, self._ratios(now) if decision.measured else {})
                     actions.append(action)
                 case Refused(reason):
                     self.counters["events_refused"] += 1
@@ -373,6 +389,9 @@ class CoordinatorMachine:
                 case _:
                     assert_never(action)
         return actions
+
+    def _ratios(self, now: float) -> dict[str, float]:
+        return {broker.id: broker.ratio for broker in self.model(now).brokers.values()}
 
     def _move_users(self, action: MoveUsers) -> list[CoordinatorAction]:
         by_source: dict[str, list[tuple[str, str]]] = {}

@@ -176,7 +176,10 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
             return Rights(
                 keys_written=(names.COORDINATOR_LEASE_KEY, names.COORDINATOR_ORDERS_KEY),
                 listens=(names.COORDINATOR_CHANNEL, names.OPERATOR_EDGE_CHANNEL),
-                speaks=(names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.OPERATOR_INBOX_PREFIX + b"*"),
+                speaks=(
+                    *(names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.COORDINATOR_RECORD_CHANNEL),
+                    names.OPERATOR_INBOX_PREFIX + b"*",
+                ),
             )
         case "operator":
             return Rights(
@@ -188,7 +191,10 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
             return Rights(
                 keys_read=(names.PLAN_KEY,),
                 both=(names.RECORDER_PREFIX + b"*",),
-                listens=(names.BALANCER_CHANNEL, names.RECORD_CHANNEL),
+                listens=(
+                    *(names.BALANCER_CHANNEL, names.RECORD_CHANNEL),
+                    *(names.COORDINATOR_CHANNEL, names.COORDINATOR_RECORD_CHANNEL),
+                ),
                 listening=("+subscribe", "+psubscribe"),
             )
         case _:

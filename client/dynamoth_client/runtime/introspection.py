@@ -19,6 +19,7 @@ from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import (
     AGENT_CHANNEL,
     ANY_EPOCH,
+    COORDINATOR_RECORD_CHANNEL,
     PATTERN_PREFIX,
     RECORD_CHANNEL,
     RESERVED_PREFIX,
@@ -98,20 +99,20 @@ async def count_patterns(cluster: Cluster) -> int:
     """Return how many patterns somebody subscribes to. Raises as ``read_channels``.
 
     Those of this library's clients are at every server, several for each, and channels there are named after them. What
-    Redis counts besides, but for the agent's ``*`` and the one pattern of recorders, is plain clients': Redis gives no
+    Redis counts besides, but for the agent's ``*`` and the two patterns of recorders, is plain clients': Redis gives no
     names, so one that is at several servers looks like several, and the number of the server that has most counts.
     """
     commands = [
         (b"PUBSUB", b"NUMPAT"),
         (b"PUBSUB", b"CHANNELS", PATTERN_PREFIX + b"*"),
-        (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL, RECORD_CHANNEL),
+        (b"PUBSUB", b"NUMSUB", AGENT_CHANNEL, RECORD_CHANNEL, COORDINATOR_RECORD_CHANNEL),
     ]
     ours: set[bytes] = set()
     others = 0
-    for number, named, (_, agents, _, recorders) in (await _ask_all(cluster, commands)).values():
+    for number, named, (_, agents, _, recorders, _, broker_recorders) in (await _ask_all(cluster, commands)).values():
         patterns = {name.removeprefix(PATTERN_PREFIX) for name in named}
         physical = {name for pattern in patterns for name in physical_patterns(pattern)}
-        others = max(others, number - len(physical) - (agents > 0) - (recorders > 0))
+        others = max(others, number - len(physical) - (agents > 0) - (recorders > 0) - (broker_recorders > 0))
         ours |= patterns
     return len(ours) + others
 

@@ -1,0 +1,80 @@
+"""Measures the figures of the BAD paper again, and what goes beyond them. See docs/bad-figures.md.
+
+Each figure has one command, ``python -m bench.bad --figure N``. Runs are kept in a file, as several figures are of the
+same runs: what is there already is not run again. Prints a table of claims; ends with 1 when a check was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.bad.claims import Row, Runs, markdown, rows, table
+from bench.bad.prototype_figures import FIGURES as PROTOTYPED
+from bench.bad.prototype_figures import PrototypeFigure
+from bench.bad.prototyping import prototyped
+from bench.bad.runs import Store
+from bench.bad.simulating import simulated
+from bench.bad.simulation_figures import FIGURES as SIMULATED
+from bench.bad.simulation_figures import SimFigure
+
+QUICK_SEEDS = 2
+"""With ``--quick``."""
+
+
+def main() -> int:
+    """Run what is missing, and judge."""
+    arguments = _parse()
+    store = Store(arguments.results)
+    seeds = range(1, 1 + (QUICK_SEEDS if arguments.quick else arguments.seeds))
+    found: list[Row] = []
+    name = arguments.figure or arguments.beyond
+    for figure in _figures(name):
+        if isinstance(figure, SimFigure):
+            runs = simulated(figure, seeds, store, arguments.jobs)
+        else:
+            runs = prototyped(figure, seeds, store, arguments.minutes)
+        judged = rows(figure.claims, runs)
+        text = markdown(judged) if arguments.markdown else table(judged)
+        sys.stdout.write(f"{figure.title}; {_seeds(runs)}\n\n{text}\n\n")
+        found += judged
+    return int(any(row.verdict == "MISSED" for row in found))
+
+
+def _figures(name: str) -> tuple[SimFigure | PrototypeFigure, ...]:
+    return SIMULATED[name] if name in SIMULATED else (PROTOTYPED[name],)
+
+
+def _seeds(runs: Runs) -> str:
+    """Return how many seeds there are of each run."""
+    counts = sorted({len(each) for each in runs.values()})
+    return f"{' to '.join(map(str, counts))} seeds"
+
+
+NAMES = sorted((*SIMULATED, *PROTOTYPED), key=lambda name: (not name.isdigit(), name.zfill(2)))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.bad", description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--figure", choices=[name for name in NAMES if name.isdigit()])
+    what.add_argument("--beyond", choices=[name for name in NAMES if not name.isdigit()])
+    parser.add_argument("--seeds", type=int, default=10, help="seeds, from 1 on (default 10)")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} seeds")
+    parser.add_argument(
+        "--results", type=Path, default=Path("bad-results.jsonl"), help="the file of runs (default bad-results.jsonl)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=1.0,
+        help="figures 5 to 12: how long a run takes; 30 is the paper's time, less compresses it (default 1)",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="simulations at once (default 1)")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
