@@ -142,7 +142,7 @@ class QueryRunner:
     def _start_stream(self) -> StreamingQuery:
         self._prepare_checkpoint()
         begun = json.loads((self._checkpoint / BASE_FILE).read_text(encoding="utf-8"))
-        self._base, self._start = begun["base"], begun["start"] or {"tick_ms": 0, "offsets": {}}
+        self._base, self._start = begun["base"], begun["start"]
         others = [each for each in self.query.reads if self.datasets[each].kind != "static"]
         reader: Any = self._context.spark.readStream.format("dynamoth").options(**self._context.source_options())
         reader = reader.option("dataset", self.query.on).option("also", ",".join(others)).option("from", "now")
@@ -171,9 +171,15 @@ class QueryRunner:
         shutil.rmtree(self._checkpoint, ignore_errors=True)
         self._checkpoint.mkdir(parents=True)
         hidden = self._checkpoint / "base.tmp"
-        values = {"base": begin.base, "start": begin.start, "end": begin.first_end}
+        values = {"base": begin.base, "start": begin.start or self._ends_now(), "end": begin.first_end}
         hidden.write_text(json.dumps(values), encoding="utf-8")
         hidden.rename(self._checkpoint / BASE_FILE)
+
+    def _ends_now(self) -> Mapping[str, Any]:
+        """Return where the datasets end now: a query that was never executed begins behind that."""
+        datasets = [each for each in self.datasets.values() if each.kind != "static"]
+        tips = self._context.servers.tips({each.stream: each.partitions for each in datasets})
+        return {"tick_ms": int(time.time() * 1000), "offsets": tips}
 
     # An execution.
 
@@ -201,9 +207,10 @@ class QueryRunner:
         if not (before is not None and before.execution >= execution and before.is_done):
             self._store(Progress(execution, window, is_done=False))
             counts = self._run(records, execution, window)
+            # Before it counts as done: a crash between the two notes it twice, and not never.
+            self._write_down(execution, window, counts, time.monotonic() - began)
             self._store(Progress(execution, window, is_done=True))
             self.state.counts.update(counts)
-            self._write_down(execution, window, counts, time.monotonic() - began)
         self.state.execution, self.state.seconds, self.state.failure = execution, time.monotonic() - began, None
         self.state.counts["executions"] += 1
         self._retry_s, self._ended_ms = RETRY_S, int(time.time() * 1000)
