@@ -66,6 +66,11 @@ def executions_key(query: str) -> bytes:
     return DATA_PREFIX + b"{" + query.encode() + b"}:progress"
 
 
+def state_key(query: str) -> bytes:
+    """Return the key of what people see of a query: JSON, which the data cluster renews while it runs."""
+    return DATA_PREFIX + b"{" + query.encode() + b"}:state"
+
+
 def executions_server(query: str, servers: Sequence[str]) -> str:
     """Return which of the log servers has a query's progress (rendezvous hashing, by id)."""
     return max(servers, key=lambda server: blake2b(f"{server} query {query}".encode(), digest_size=8).digest())

@@ -144,8 +144,9 @@ class InterestTable:
                 columns[REGISTERED].append(registration.at_ms)
                 for each in self._query.parameters:
                     value = values[each.name]
-                    is_whole = each.type == "int" and value is not None
-                    columns[PARAMETER_PREFIX + each.name].append(int(value) if is_whole else value)
+                    if each.type == "int" and isinstance(value, float):
+                        value = int(value)
+                    columns[PARAMETER_PREFIX + each.name].append(value)
         self._version += 1
         former, file = self._file, self._folder / f"{self._version}.parquet"
         hidden = file.with_suffix(".tmp")
