@@ -60,7 +60,8 @@ class Citizen:
         self._storage = MemoryStorage()
         self._client: Client | None = None
         self._open: dict[PlannedSubscription, Subscription] = {}
-        self._subscribed: set[PlannedSubscription] = set()
+        #: Interest ids of what was ever subscribed to.
+        self._subscribed: dict[PlannedSubscription, str] = {}
         self._moved = 0
         #: Locations by outcome.
         self._locations: Counter[str] = Counter()
@@ -133,6 +134,7 @@ class Citizen:
         """Subscribe to what was subscribed to before an absence, and then to the rest, each at its time."""
         for planned in sorted(self._plan.subscriptions, key=lambda each: each.at_s):
             if planned.until_s is not None and begin_s + planned.until_s < time.monotonic():
+                self._note_end(planned)  # it was given up during an absence
                 continue
             if planned not in self._subscribed:
                 await asyncio.sleep(begin_s + planned.at_s - time.monotonic())
@@ -142,7 +144,11 @@ class Citizen:
                 await asyncio.sleep(begin_s + planned.until_s - time.monotonic())
                 del self._open[planned]
                 await subscription.unsubscribe()
-                self._journal.write("ended", user=self._plan.name, interest=subscription.interest.id)
+                self._note_end(planned)
+
+    def _note_end(self, planned: PlannedSubscription) -> None:
+        if planned in self._subscribed:
+            self._journal.write("ended", user=self._plan.name, interest=self._subscribed[planned])
 
     async def _subscribe(self, client: Client, planned: PlannedSubscription) -> None:
         name = self._plan.name
@@ -154,7 +160,7 @@ class Citizen:
         position = subscription.position
         self._open[planned] = subscription
         if planned not in self._subscribed and position is not None:
-            self._subscribed.add(planned)
+            self._subscribed[planned] = subscription.interest.id
             place = {"epoch": position.epoch, "offset": position.offset}
             interest = subscription.interest
             self._journal.write(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ SERVERS = 3
 LOGS = 2
 HOST = "127.0.0.1"
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 180.0
 """Spark needs some seconds to start, and longer on a machine that is busy with everything else."""
 
 COMMAND_TIMEOUT_S = 120.0
@@ -123,6 +124,13 @@ class Servers:
             child.start()
         for child in (*self.brokers.values(), self.data_cluster):
             wait_started(child)
+        queries = [name for file in definitions for name in tomllib.loads(file.read_text())["queries"]]
+        end = time.monotonic() + READY_TIMEOUT_S
+        while waiting := [query for query in queries if not self._progress(query).get("done")]:
+            if time.monotonic() > end:
+                raise DemoFailed(f"after {READY_TIMEOUT_S:g} s these queries are not executed: {', '.join(waiting)}")
+            self.check()
+            time.sleep(POLL_S)
 
     def _command(self, *words: str) -> None:
         command = dynamoth_command(*words, "--config", str(self.cluster.config_file))
@@ -144,9 +152,14 @@ class Servers:
 
     def is_executing(self, query: str) -> bool:
         """Tell whether an execution of a query has begun and not ended."""
+        return not self._progress(query).get("done", True)
+
+    def _progress(self, query: str) -> dict[str, Any]:
+        """Return what is stored about the last execution of a query; empty before the first one."""
         server = executions_server(query, [*self.logs])
         stored = self._connections[server].get(executions_key(query))
-        return stored is not None and not json.loads(stored)["done"]
+        progress: dict[str, Any] = {} if stored is None else json.loads(stored)
+        return progress
 
     def tips(self, partitions: Mapping[str, int]) -> dict[str, int]:
         """Return the last offset of each partition of datasets, which have so many."""
@@ -163,9 +176,7 @@ class Servers:
         """Yield the queries whose executions have not covered all records of these datasets yet."""
         tips = self.tips(partitions)
         for query in queries:
-            server = executions_server(query, [*self.logs])
-            stored = self._connections[server].get(executions_key(query))
-            progress = {} if stored is None else json.loads(stored)
+            progress = self._progress(query)
             ends = progress["end"]["offsets"] if progress.get("done") else {}
             if any(ends.get(name, 0) < tip for name, tip in tips.items()):
                 yield query
