@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from bench.bad import million
 from bench.bad.claims import Row, Runs, markdown, rows, table
+from bench.bad.plot import draw
 from bench.bad.prototype_figures import FIGURES as PROTOTYPED
+from bench.bad.prototype_figures import STEADY_S as PROTOTYPE_STEADY_S
 from bench.bad.prototype_figures import PrototypeFigure
 from bench.bad.prototyping import prototyped
 from bench.bad.runs import Store
 from bench.bad.simulating import simulated
 from bench.bad.simulation_figures import FIGURES as SIMULATED
+from bench.bad.simulation_figures import STEADY_S as SIM_STEADY_S
 from bench.bad.simulation_figures import SimFigure
 
 QUICK_SEEDS = 2
@@ -30,6 +35,8 @@ def main() -> int:
     seeds = range(1, 1 + (QUICK_SEEDS if arguments.quick else arguments.seeds))
     found: list[Row] = []
     name = arguments.figure or arguments.beyond
+    if name == "million":
+        return _million(arguments, store)
     for figure in _figures(name):
         if isinstance(figure, SimFigure):
             runs = simulated(figure, seeds, store, arguments.jobs)
@@ -39,7 +46,23 @@ def main() -> int:
         text = markdown(judged) if arguments.markdown else table(judged)
         sys.stdout.write(f"{figure.title}; {_seeds(runs)}\n\n{text}\n\n")
         found += judged
+        if arguments.plot is not None:
+            begin_s = SIM_STEADY_S if isinstance(figure, SimFigure) else PROTOTYPE_STEADY_S
+            draw(figure.title, runs, begin_s, arguments.plot)
     return int(any(row.verdict == "MISSED" for row in found))
+
+
+def _million(arguments: argparse.Namespace, store: Store) -> int:
+    users, brokers = (100_000, 20) if arguments.quick else (1_000_000, million.BROKERS)
+    workload = f"million, {users} users"
+    run = store.find("simulation", workload, "NR", million.SCHEME.name, 1)
+    if run is None:
+        run = replace(million.run(users, brokers, 1), workload=workload)
+        store.add(run)
+    judged = rows(million.CLAIMS, {"NR/ours": [run]})
+    text = markdown(judged) if arguments.markdown else table(judged)
+    sys.stdout.write(f"Beyond: {users:,} users at {brokers} brokers; 1 seed\n\n{text}\n\n")
+    return int(any(row.verdict == "MISSED" for row in judged))
 
 
 def _figures(name: str) -> tuple[SimFigure | PrototypeFigure, ...]:
@@ -52,7 +75,7 @@ def _seeds(runs: Runs) -> str:
     return f"{' to '.join(map(str, counts))} seeds"
 
 
-NAMES = sorted((*SIMULATED, *PROTOTYPED), key=lambda name: (not name.isdigit(), name.zfill(2)))
+NAMES = sorted((*SIMULATED, *PROTOTYPED, "million"), key=lambda name: (not name.isdigit(), name.zfill(2)))
 
 
 def _parse() -> argparse.Namespace:
@@ -61,7 +84,9 @@ def _parse() -> argparse.Namespace:
     what.add_argument("--figure", choices=[name for name in NAMES if name.isdigit()])
     what.add_argument("--beyond", choices=[name for name in NAMES if not name.isdigit()])
     parser.add_argument("--seeds", type=int, default=10, help="seeds, from 1 on (default 10)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} seeds")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_SEEDS} seeds; 100,000 users in place of a million"
+    )
     parser.add_argument(
         "--results", type=Path, default=Path("bad-results.jsonl"), help="the file of runs (default bad-results.jsonl)"
     )
@@ -72,6 +97,7 @@ def _parse() -> argparse.Namespace:
         help="figures 5 to 12: how long a run takes; 30 is the paper's time, less compresses it (default 1)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once (default 1)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture, with matplotlib")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser.parse_args()
 

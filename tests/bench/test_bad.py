@@ -222,7 +222,15 @@ def test_nearest_brokers_are_unevenly_loaded_and_every_scheme_mends_it() -> None
 
 def test_a_run_is_repeated_exactly() -> None:
     scheme = SCHEMES["LDM(0.15, 300)"]
-    assert VirtualEdge(SMALL, 2, scheme).run() == VirtualEdge(SMALL, 2, scheme).run()
+    one, again = (replace(VirtualEdge(SMALL, 2, scheme).run(), more={}) for _ in range(2))
+    assert one == again
+
+
+def test_the_nearest_broker_is_the_one_of_the_part_of_the_town() -> None:
+    world = SimWorld(SMALL, 1)
+    for x, y in world.homes:
+        nearest = min(range(10), key=lambda each: (world.brokers[each][0] - x) ** 2 + (world.brokers[each][1] - y) ** 2)
+        assert world.nearest((x, y)) == nearest
 
 
 def test_nothing_is_decided_before_it_may_begin() -> None:
