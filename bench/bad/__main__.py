@@ -7,7 +7,9 @@ same runs: what is there already is not run again. Prints a table of claims; end
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,9 +41,9 @@ def main() -> int:
         return _million(arguments, store)
     for figure in _figures(name):
         if isinstance(figure, SimFigure):
-            runs = simulated(figure, seeds, store, arguments.jobs)
+            runs = simulated(figure, seeds, store, 0 if arguments.stored else arguments.jobs)
         else:
-            runs = prototyped(figure, seeds, store, arguments.minutes)
+            runs = prototyped(figure, seeds, store, 0.0 if arguments.stored else arguments.minutes)
         judged = rows(figure.claims, runs)
         text = markdown(judged) if arguments.markdown else table(judged)
         sys.stdout.write(f"{figure.title}; {_seeds(runs)}\n\n{text}\n\n")
@@ -49,7 +51,14 @@ def main() -> int:
         if arguments.plot is not None:
             begin_s = SIM_STEADY_S if isinstance(figure, SimFigure) else PROTOTYPE_STEADY_S
             draw(figure.title, runs, begin_s, arguments.plot)
-    return int(any(row.verdict == "MISSED" for row in found))
+    return _conclude(name, found)
+
+
+def _conclude(name: str, found: list[Row]) -> int:
+    """Print how many checks were reached and missed; return the exit status."""
+    counts = Counter(row.verdict for row in found if row.verdict)
+    sys.stdout.write(json.dumps({"benchmark": "bad", "figure": name, **counts, "missed": counts["MISSED"]}) + "\n")
+    return int(counts["MISSED"] > 0)
 
 
 def _million(arguments: argparse.Namespace, store: Store) -> int:
@@ -62,7 +71,7 @@ def _million(arguments: argparse.Namespace, store: Store) -> int:
     judged = rows(million.CLAIMS, {"NR/ours": [run]})
     text = markdown(judged) if arguments.markdown else table(judged)
     sys.stdout.write(f"Beyond: {users:,} users at {brokers} brokers; 1 seed\n\n{text}\n\n")
-    return int(any(row.verdict == "MISSED" for row in judged))
+    return _conclude("million", judged)
 
 
 def _figures(name: str) -> tuple[SimFigure | PrototypeFigure, ...]:
@@ -71,8 +80,8 @@ def _figures(name: str) -> tuple[SimFigure | PrototypeFigure, ...]:
 
 def _seeds(runs: Runs) -> str:
     """Return how many seeds there are of each run."""
-    counts = sorted({len(each) for each in runs.values()})
-    return f"{' to '.join(map(str, counts))} seeds"
+    least, most = min(map(len, runs.values())), max(map(len, runs.values()))
+    return f"{least} seeds" if least == most else f"{least} to {most} seeds"
 
 
 NAMES = sorted((*SIMULATED, *PROTOTYPED, "million"), key=lambda name: (not name.isdigit(), name.zfill(2)))
@@ -97,6 +106,7 @@ def _parse() -> argparse.Namespace:
         help="figures 5 to 12: how long a run takes; 30 is the paper's time, less compresses it (default 1)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once (default 1)")
+    parser.add_argument("--stored", action="store_true", help="run nothing: judge the runs that there are")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture, with matplotlib")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser.parse_args()
