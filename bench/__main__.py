@@ -237,6 +237,26 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Figure("the same: too many servers for at most 60 s", _sum("spare_s"), at_most(60)),
         ),
     ),
+    "bad-13": Benchmark(
+        "bench.bad",
+        ("--figure", "13", "--quick", "--results", "{file}.runs"),
+        (Figure("figure 13 of BAD, 2 seeds of 10: checks missed: 0", _sum("missed"), at_most(0)),),
+    ),
+    "bad-14": Benchmark(
+        "bench.bad",
+        ("--figure", "14", "--quick", "--results", "{file}.runs"),
+        (Figure("figure 14 of BAD, 2 seeds of 10: checks missed: 0", _sum("missed"), at_most(0)),),
+    ),
+    "bad-12": Benchmark(
+        "bench.bad",
+        ("--figure", "12", "--quick", "--results", "{file}.runs"),
+        (Figure("figure 12 of BAD on real processes, 2 seeds of 10: checks missed: 0", _sum("missed"), at_most(0)),),
+    ),
+    "bad-regional": Benchmark(
+        "bench.bad",
+        ("--beyond", "regional", "--quick", "--results", "{file}.runs"),
+        (Figure("regional interests, against the shuffle of BAD: checks missed: 0", _sum("missed"), at_most(0)),),
+    ),
     "cluster-moves": Benchmark(
         "bench.cluster_moves",
         ("--small", "--json", "{file}"),

@@ -7,16 +7,23 @@ same runs: what is there already is not run again. Prints a table of claims; end
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+from bench.bad import million
 from bench.bad.claims import Row, Runs, markdown, rows, table
+from bench.bad.plot import draw
 from bench.bad.prototype_figures import FIGURES as PROTOTYPED
+from bench.bad.prototype_figures import STEADY_S as PROTOTYPE_STEADY_S
 from bench.bad.prototype_figures import PrototypeFigure
 from bench.bad.prototyping import prototyped
 from bench.bad.runs import Store
 from bench.bad.simulating import simulated
 from bench.bad.simulation_figures import FIGURES as SIMULATED
+from bench.bad.simulation_figures import STEADY_S as SIM_STEADY_S
 from bench.bad.simulation_figures import SimFigure
 
 QUICK_SEEDS = 2
@@ -30,16 +37,41 @@ def main() -> int:
     seeds = range(1, 1 + (QUICK_SEEDS if arguments.quick else arguments.seeds))
     found: list[Row] = []
     name = arguments.figure or arguments.beyond
+    if name == "million":
+        return _million(arguments, store)
     for figure in _figures(name):
         if isinstance(figure, SimFigure):
-            runs = simulated(figure, seeds, store, arguments.jobs)
+            runs = simulated(figure, seeds, store, 0 if arguments.stored else arguments.jobs)
         else:
-            runs = prototyped(figure, seeds, store, arguments.minutes)
+            runs = prototyped(figure, seeds, store, 0.0 if arguments.stored else arguments.minutes)
         judged = rows(figure.claims, runs)
         text = markdown(judged) if arguments.markdown else table(judged)
         sys.stdout.write(f"{figure.title}; {_seeds(runs)}\n\n{text}\n\n")
         found += judged
-    return int(any(row.verdict == "MISSED" for row in found))
+        if arguments.plot is not None:
+            begin_s = SIM_STEADY_S if isinstance(figure, SimFigure) else PROTOTYPE_STEADY_S
+            draw(figure.title, runs, begin_s, arguments.plot)
+    return _conclude(name, found)
+
+
+def _conclude(name: str, found: list[Row]) -> int:
+    """Print how many checks were reached and missed; return the exit status."""
+    counts = Counter(row.verdict for row in found if row.verdict)
+    sys.stdout.write(json.dumps({"benchmark": "bad", "figure": name, **counts, "missed": counts["MISSED"]}) + "\n")
+    return int(counts["MISSED"] > 0)
+
+
+def _million(arguments: argparse.Namespace, store: Store) -> int:
+    users, brokers = (100_000, 20) if arguments.quick else (1_000_000, million.BROKERS)
+    workload = f"million, {users} users"
+    run = store.find("simulation", workload, "NR", million.SCHEME.name, 1)
+    if run is None:
+        run = replace(million.run(users, brokers, 1), workload=workload)
+        store.add(run)
+    judged = rows(million.CLAIMS, {"NR/ours": [run]})
+    text = markdown(judged) if arguments.markdown else table(judged)
+    sys.stdout.write(f"Beyond: {users:,} users at {brokers} brokers; 1 seed\n\n{text}\n\n")
+    return _conclude("million", judged)
 
 
 def _figures(name: str) -> tuple[SimFigure | PrototypeFigure, ...]:
@@ -48,11 +80,11 @@ def _figures(name: str) -> tuple[SimFigure | PrototypeFigure, ...]:
 
 def _seeds(runs: Runs) -> str:
     """Return how many seeds there are of each run."""
-    counts = sorted({len(each) for each in runs.values()})
-    return f"{' to '.join(map(str, counts))} seeds"
+    least, most = min(map(len, runs.values())), max(map(len, runs.values()))
+    return f"{least} seeds" if least == most else f"{least} to {most} seeds"
 
 
-NAMES = sorted((*SIMULATED, *PROTOTYPED), key=lambda name: (not name.isdigit(), name.zfill(2)))
+NAMES = sorted((*SIMULATED, *PROTOTYPED, "million"), key=lambda name: (not name.isdigit(), name.zfill(2)))
 
 
 def _parse() -> argparse.Namespace:
@@ -61,7 +93,9 @@ def _parse() -> argparse.Namespace:
     what.add_argument("--figure", choices=[name for name in NAMES if name.isdigit()])
     what.add_argument("--beyond", choices=[name for name in NAMES if not name.isdigit()])
     parser.add_argument("--seeds", type=int, default=10, help="seeds, from 1 on (default 10)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SEEDS} seeds")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_SEEDS} seeds; 100,000 users in place of a million"
+    )
     parser.add_argument(
         "--results", type=Path, default=Path("bad-results.jsonl"), help="the file of runs (default bad-results.jsonl)"
     )
@@ -72,6 +106,8 @@ def _parse() -> argparse.Namespace:
         help="figures 5 to 12: how long a run takes; 30 is the paper's time, less compresses it (default 1)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once (default 1)")
+    parser.add_argument("--stored", action="store_true", help="run nothing: judge the runs that there are")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture, with matplotlib")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser.parse_args()
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from bench.bad.runs import Run, Spread, spread
+from bench.bad.runs import NoRuns, Run, Spread, spread
 
 Runs = Mapping[str, Sequence[Run]]
-"""Runs of several seeds, by ``placement/scheme``; the seeds come in the same order everywhere."""
+"""Runs of several seeds, by ``placement/scheme``."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ def rows(claims: Iterable[Claim], runs: Runs) -> list[Row]:
     """Judge claims."""
     found: list[Row] = []
     for claim in claims:
-        finding = claim.judge(runs)
+        try:
+            finding = claim.judge(runs)
+        except NoRuns as error:
+            finding = Finding(str(error), None)
         verdict = {True: "reached", False: "MISSED", None: ""}[finding.is_reached]
         found.append(Row(claim.text, claim.paper, finding.ours, verdict, claim.why))
     return found
@@ -94,8 +97,12 @@ def of(runs: Runs, name: str, value: Callable[[Run], float]) -> Spread:
 
 
 def paired(runs: Runs, one: str, other: str, value: Callable[[Run], float]) -> Spread:
-    """Return median and range of the ratio of a value of two schemes, seed by seed; infinite against 0."""
-    pairs = zip(runs[one], runs[other], strict=True)
+    """Return median and range of the ratio of a value of two schemes, over the seeds that both have run.
+
+    Infinite against 0.
+    """
+    others = {run.seed: run for run in runs[other]}
+    pairs = [(run, others[run.seed]) for run in runs[one] if run.seed in others]
     return spread(value(a) / value(b) if value(b) else float("inf") for a, b in pairs)
 
 
@@ -105,8 +112,8 @@ def compare(
     """Return a judge that only states a value for several schemes."""
 
     def judge(runs: Runs) -> Finding:
-        texts = [f"{_scheme(name)}: {of(runs, name, value).text(unit, digits)}" for name in names]
-        return Finding("; ".join(texts), None)
+        texts = [f"{_scheme(name)}: {of(runs, name, value).text(unit, digits)}" for name in names if runs[name]]
+        return Finding("; ".join(texts) or "not run", None)
 
     return judge
 

@@ -30,6 +30,9 @@ DURING_S = 1.0
 
 FAULTS_MAX = 20
 
+PLACE_TRIES, PLACE_PAUSE_S = 20, 0.3
+"""A coordinator serves 64 requests at once, and drops others; here all users log in within seconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeopleOptions:
@@ -97,17 +100,31 @@ class _People:
         await asyncio.sleep(max(0.0, options.begin + at / options.compression - time.monotonic()))
 
     async def _urls(self, plan: UserPlan) -> Sequence[str]:
+        """Return the URLs that a user tries; asks the coordinator again where it is busy with others."""
         options = self._options
         if options.urls is not None:
             return options.urls[plan.number]
+        for _ in range(PLACE_TRIES - 1):
+            if urls := await self._place(plan):
+                return urls
+            self.counts["place_retries"] += 1
+            await asyncio.sleep(PLACE_PAUSE_S)
+        return await self._place(plan)
+
+    async def _place(self, plan: UserPlan) -> Sequence[str]:
+        """Ask the coordinator for the nearest broker; return nothing where it does not answer."""
+        options = self._options
         latitude, longitude = degrees(plan.home)
         parts = urlsplit(options.place_url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         path = f"/place?session={options.run}-{plan.number}&near={latitude:.6f},{longitude:.6f}"
-        writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
-        answer = await reader.read()
-        writer.close()
-        urls: list[str] = json.loads(answer.partition(b"\r\n\r\n")[2])["urls"]
+        try:
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+            answer = await reader.read()
+            writer.close()
+            urls: list[str] = json.loads(answer.partition(b"\r\n\r\n")[2])["urls"]
+        except (OSError, ValueError):
+            return ()
         return urls
 
     def _on_state(self, user: int, state: State) -> None:

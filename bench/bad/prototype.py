@@ -65,6 +65,9 @@ SAMPLE_S = 0.5
 LEAD_S = 2.0
 """Processes have this long to get ready before the paper's time begins."""
 
+LATE_S = 5.0
+"""A report or an answer that is late by up to this counts, in real time."""
+
 STARTED = '"the broker has started"'
 
 DM = ("none", "LDM", "SDM")
@@ -140,6 +143,8 @@ class Prototype:
             *("--report-s", f"{real(REPORT_S):g}", "--decide-s", f"{real(DECIDE_S):g}"),
             *("--wait-s", f"{real(WAIT_S):g}", "--rest-s", f"{real(REST_S):g}"),
             *("--slow-half-life-s", f"{real(HALF_LIFE_S):g}", "--fast-half-life-s", f"{real(HALF_LIFE_S):g}"),
+            # Delays of a busy machine do not shrink with the time: a report that is late by less than this is not old.
+            *("--suspect-reports", str(max(3, math.ceil(LATE_S / real(REPORT_S)))), "--ask-timeout-s", f"{LATE_S:g}"),
             # The paper has no weight of connections.
             *("--connection-bytes-per-s", "0", "--appear-s", "0"),
         )

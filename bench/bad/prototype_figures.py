@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.bad.claims import Claim, Finding, Runs, bounded, compare, of, ratio
 from bench.bad.emergencies import END_S
 from bench.bad.prototype import ALPHA, GAMMA
-from bench.bad.runs import Run, spread
+from bench.bad.runs import NoRuns, Run, spread
 
 STEADY_S = 12 * 60.0
 """Four minutes after the last subscription, when the first plans have been executed. Means are from here on."""
@@ -74,6 +74,8 @@ def _names(placement: str, schemes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _nothing_lost(runs: Runs) -> Finding:
     everything = [run for each in runs.values() for run in each]
+    if not everything:
+        raise NoRuns("not run")
     totals = {name: sum(run.more[name] for run in everything) for name in ("lost", "repeated", "gaps", "faults")}
     delivered = sum(run.more["delivered"] for run in everything)
     text = f"{delivered:,.0f} delivered; " + ", ".join(f"{name} {total:.0f}" for name, total in totals.items())

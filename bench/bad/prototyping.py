@@ -16,7 +16,10 @@ WORLD, WORKLOAD = "prototype", "emergencies"
 
 
 def prototyped(figure: PrototypeFigure, seeds: range, store: Store, minutes: float) -> Mapping[str, list[Run]]:
-    """Return the runs of a figure by placement and scheme; run those that are missing, in ``minutes`` each."""
+    """Return the runs of a figure by placement and scheme; run those that are missing, in ``minutes`` each.
+
+    ``minutes`` 0: nothing is run.
+    """
     names = [tuple(name.split("/")) for name in figure.runs]
     missing = [
         Task(placement, scheme, seed)
@@ -24,7 +27,7 @@ def prototyped(figure: PrototypeFigure, seeds: range, store: Store, minutes: flo
         for placement, scheme in names
         if store.find(WORLD, WORKLOAD, placement, scheme, seed) is None
     ]
-    if missing:
+    if missing and minutes:
         with ExitStack() as stack:
             prototype = Prototype(stack, END_S / MINUTE_S / minutes)
             for number, task in enumerate(missing, 1):

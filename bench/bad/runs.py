@@ -148,6 +148,10 @@ def _rounded(value: Any) -> Any:
             return value
 
 
+class NoRuns(Exception):
+    """Raised when a figure is asked for of which nothing has run."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """Median and range of the values of several seeds."""
@@ -163,8 +167,8 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Return median and range. Raises ValueError: there is no value."""
+    """Return median and range. Raises NoRuns: there is no value."""
     found: Sequence[float] = sorted(values)
     if not found:
-        raise ValueError("there is no run")
+        raise NoRuns("not run")
     return Spread(statistics.median(found), found[0], found[-1])

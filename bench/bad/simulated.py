@@ -49,6 +49,8 @@ class SimWorkload:
     fall_after_s: tuple[float, float] = (4 * MINUTE_S, 6 * MINUTE_S)
     rise_factor: float = 2.0
     shares: Sequence[float] = SHARES
+    #: All subscriptions are made before the run begins: for very many users.
+    is_subscribed_at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,11 @@ class SimWorld:
         rows = workload.brokers // columns
         cell_m = min(WIDTH_M / columns, HEIGHT_M / rows)
         #: Brokers stand in the middle of equal parts of the town; which one is where differs by seed.
-        self.brokers: list[Place] = list(grid(columns, rows))
-        rng.shuffle(self.brokers)
+        places, order = list(grid(columns, rows)), list(range(workload.brokers))
+        rng.shuffle(order)
+        self.brokers: list[Place] = [places[part] for part in order]
+        self._columns, self._rows = columns, rows
+        self._number_of = {part: number for number, part in enumerate(order)}
         # A third of the way to the border of the part: 1 of 100 lives nearer to another broker.
         self.districts = [
             District(place, share, cell_m / 6) for place, share in zip(self.brokers, workload.shares, strict=True)
@@ -94,7 +99,10 @@ class SimWorld:
             for names in self.names
             for name in names
         }
-        self.subscriptions = sorted(self._subscriptions(rng), key=lambda each: (each.at, each.user))
+        #: The interests of each user at the start, and the subscriptions that are made later.
+        self.initial: list[tuple[str, ...]] = [()] * workload.users
+        self.subscriptions: list[Subscribed] = []
+        self._subscribe_all(rng)
         self.changes = sorted(self._changes(rng), key=lambda each: (each.at, each.interest))
 
     def _make_names(self) -> list[list[str]]:
@@ -105,35 +113,41 @@ class SimWorld:
         numbers = range(workload.interests_per_region)
         return [[f"r{region}/{number}" for number in numbers] for region in range(workload.regions)]
 
-    def _subscriptions(self, rng: Random) -> Iterator[Subscribed]:
+    def _subscribe_all(self, rng: Random) -> None:
         workload = self.workload
-        weights = list(accumulate(1 / rank for rank in range(1, len(self.names[0]) + 1)))
         ranked = list(self.names[0])
         rng.shuffle(ranked)  # the busiest interest is of any query
-        per_broker = max(1, workload.regions // workload.brokers)
+        weights = list(accumulate(1 / rank for rank in range(1, len(ranked) + 1)))
         for user in range(workload.users):
-            count = rng.randint(*workload.subscriptions)
-            match workload.interests:
-                case "zipf":
-                    chosen: dict[str, None] = {}
-                    while len(chosen) < count:
-                        chosen[rng.choices(ranked, cum_weights=weights)[0]] = None
-                    theirs = list(chosen)
-                case "local":
-                    region = self.nearest(self.homes[user]) * per_broker + rng.randrange(per_broker)
-                    theirs = rng.sample(self.names[region], count)
-                case _:
-                    theirs = rng.sample(rng.choice(self.names), count)
-            for interest in theirs:
-                yield Subscribed(rng.uniform(0.0, SUBSCRIBED_S), user, interest)
+            theirs = self._choose(user, rng, ranked, weights)
+            if workload.is_subscribed_at_once:
+                self.initial[user] = tuple(theirs)
+                continue
+            self.subscriptions += [Subscribed(rng.uniform(0.0, SUBSCRIBED_S), user, each) for each in theirs]
+        self.subscriptions.sort(key=lambda each: (each.at, each.user))
+
+    def _choose(self, user: int, rng: Random, ranked: list[str], weights: list[float]) -> list[str]:
+        """Return the interests of a user, each once."""
+        workload = self.workload
+        count = rng.randint(*workload.subscriptions)
+        match workload.interests:
+            case "zipf":
+                chosen: dict[str, None] = {}
+                while len(chosen) < count:
+                    chosen[rng.choices(ranked, cum_weights=weights)[0]] = None
+                return list(chosen)
+            case "local":
+                per_broker = max(1, workload.regions // workload.brokers)
+                region = self.nearest(self.homes[user]) * per_broker + rng.randrange(per_broker)
+                return rng.sample(self.names[region], count)
+            case _:
+                return rng.sample(rng.choice(self.names), count)
 
     def nearest(self, place: Place) -> int:
-        """Return the number of the nearest broker."""
-        x, y = place
-        return min(
-            range(len(self.brokers)),
-            key=lambda number: (self.brokers[number][0] - x) ** 2 + (self.brokers[number][1] - y) ** 2,
-        )
+        """Return the number of the nearest broker: the one in whose part of the town the place is."""
+        column = min(self._columns - 1, int(place[0] * self._columns / WIDTH_M))
+        row = min(self._rows - 1, int(place[1] * self._rows / HEIGHT_M))
+        return self._number_of[row * self._columns + column]
 
     def _changes(self, rng: Random) -> Iterator[RateChanged]:
         workload = self.workload

@@ -25,7 +25,7 @@ class SimTask:
 
 
 def simulated(figure: SimFigure, seeds: range, store: Store, jobs: int) -> Mapping[str, list[Run]]:
-    """Return the runs of a figure by placement and scheme; run those that are missing."""
+    """Return the runs of a figure by placement and scheme; run those that are missing, unless ``jobs`` is 0."""
     workload = _workload_name(figure)
     missing = [
         SimTask(figure.workload, figure.capacities, scheme, seed)
@@ -44,6 +44,8 @@ def simulated(figure: SimFigure, seeds: range, store: Store, jobs: int) -> Mappi
 
 
 def _run_all(missing: list[SimTask], jobs: int) -> Iterator[Run]:
+    if not jobs:
+        return
     if jobs == 1 or len(missing) < 2:
         yield from map(_run_one, missing)
         return

@@ -9,6 +9,7 @@ Brokers report exact rates: result sets of the execution periods come one by one
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,11 @@ class VirtualEdge:
 
     def _place_users(self, homes: Sequence[Place]) -> None:
         """Log all users in, at the nearest brokers: nothing is loaded yet, so no bound counts."""
+        if self._workload.is_subscribed_at_once:  # the placement, which ranks all brokers, would take minutes
+            names = list(self.model.brokers)
+            for number, (place, theirs) in enumerate(zip(homes, self.world.initial, strict=True)):
+                self.model.attach(f"u{number:07}", names[self.world.nearest(place)], theirs)
+            return
         placement = NearestPlacement(Reservations(), inf, distance_planar)
         for number, place in enumerate(homes):
             broker = placement.place(Newcomer(id=str(number), location=place), self.model, 0.0)
@@ -196,7 +202,10 @@ class VirtualEdge:
             shuffles=self._shuffles,
             shuffle_moves=self._shuffle_moves,
             shuffle_end=self._shuffle_end,
-            more={"decisions": 0.0 if self.controller is None else float(len(self.controller.decisions))},
+            more={
+                "decisions": 0.0 if self.controller is None else float(len(self.controller.decisions)),
+                "handle_s_max": self._handle_s_max,
+            },
         )
 
     def _sample(self, sample_s: float) -> None:
@@ -245,12 +254,18 @@ class VirtualEdge:
             )
             self._control(Reported(report))
 
+    #: The longest time that the controller took for one event, in seconds of CPU.
+    _handle_s_max = 0.0
+
     def _rates(self) -> dict[str, float]:
         return {name: self.model.rate(name) for name in self.world.rates}
 
     def _control(self, event: ControllerEvent) -> None:
         assert self.controller is not None
-        for action in self.controller.handle(event, self._now):
+        begin = time.process_time()
+        actions = self.controller.handle(event, self._now)
+        self._handle_s_max = max(self._handle_s_max, time.process_time() - begin)
+        for action in actions:
             match action:
                 case AskCandidates():
                     self.after(ANSWER_S, partial(self._answer, action))

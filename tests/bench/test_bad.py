@@ -11,7 +11,7 @@ import pytest
 
 from bench.bad.claims import Claim, Finding, bounded, ratio, rows, table
 from bench.bad.emergencies import BY_NAME, QUERIES, Emergencies, cell_of, part_of
-from bench.bad.runs import Run, Store, spread
+from bench.bad.runs import NoRuns, Run, Store, spread
 from bench.bad.simulated import END_S, SUBSCRIBED_S, SimWorkload, SimWorld
 from bench.bad.simulation_figures import FIGURE_13, FIGURE_14, SCHEMES, mean_cov, mean_max, moved
 from bench.bad.town import HEIGHT_M, WIDTH_M, Town, Walker
@@ -115,8 +115,15 @@ def test_a_table_says_what_was_missed() -> None:
 
 
 def test_no_run_is_no_result() -> None:
-    with pytest.raises(ValueError, match="no run"):
+    with pytest.raises(NoRuns):
         spread([])
+    claim = Claim("any", "-", bounded("NR/LDM", lambda run: run.loads[0][0], most=1.0))
+    assert [(row.ours, row.verdict) for row in rows([claim], {"NR/LDM": []})] == [("not run", "")]
+
+
+def test_a_ratio_is_of_the_seeds_that_both_have_run() -> None:
+    runs = {"NR/a": [made("a", 1, [[2.0]]), made("a", 2, [[9.0]])], "NR/b": [made("b", 1, [[1.0]])]}
+    assert ratio("NR/a", "NR/b", lambda run: run.loads[0][0])(runs).ours == "a / b: 2 (2 to 2)"
 
 
 # The workload of the prototype.
@@ -222,7 +229,15 @@ def test_nearest_brokers_are_unevenly_loaded_and_every_scheme_mends_it() -> None
 
 def test_a_run_is_repeated_exactly() -> None:
     scheme = SCHEMES["LDM(0.15, 300)"]
-    assert VirtualEdge(SMALL, 2, scheme).run() == VirtualEdge(SMALL, 2, scheme).run()
+    one, again = (replace(VirtualEdge(SMALL, 2, scheme).run(), more={}) for _ in range(2))
+    assert one == again
+
+
+def test_the_nearest_broker_is_the_one_of_the_part_of_the_town() -> None:
+    world = SimWorld(SMALL, 1)
+    for x, y in world.homes:
+        nearest = min(range(10), key=lambda each: (world.brokers[each][0] - x) ** 2 + (world.brokers[each][1] - y) ** 2)
+        assert world.nearest((x, y)) == nearest
 
 
 def test_nothing_is_decided_before_it_may_begin() -> None:
