@@ -14,21 +14,30 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, entry_of, put_command
 from dynamoth.data.datasets import Dataset, read_dataset
-from dynamoth.data.executions import TERM_KEY, Progress, QueryStatus, executions_key, executions_server
-from dynamoth.data.executions import parse_progress, parse_status, status_key
+from dynamoth.data.executions import (
+    TERM_KEY,
+    Progress,
+    QueryStatus,
+    executions_key,
+    executions_server,
+    parse_progress,
+    parse_status,
+    status_key,
+)
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.data.records import append_records_command, partition_name
 from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import log_keys, log_server
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
+from dynamoth_analytics.cluster.publishing import close_publishers
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.urls import ClusterAddress, parse_server_url
 
 POLL_S = 0.02
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 REPORTS: dict[str, Any] = {
     "kind": "append",
@@ -69,6 +78,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        close_publishers()
         self._stack.close()
 
     # What operators, brokers and applications do.
