@@ -81,6 +81,8 @@ COMMANDS = {
     "record": Command("dynamoth_cli.commands.record", "record what happens in a cluster, as Parquet files", "record"),
     "report": Command("dynamoth_analytics.report", "explain a recording: tables, and a page to read", "analytics"),
     "what-if": Command("dynamoth_analytics.what_if", "replay a recording under other settings", "analytics"),
+    "dataset": Command("dynamoth_cli.commands.dataset", "register datasets, load records, show what was refused"),
+    "query": Command("dynamoth_cli.commands.query", "register standing queries, try them, show how they do"),
     "data-cluster": Command(
         "dynamoth_cli.commands.data_cluster", "run the data cluster, which executes standing queries", "analytics"
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from dynamoth.data.datasets import Dataset, dead_letters, read_dataset, write_dataset
 from dynamoth.data.queries import StandingQuery, read_query, write_query
@@ -30,8 +30,6 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
 return false
 """
 """Stores a definition unless this version or a later one is stored; returns what is stored then, nil otherwise."""
-
-T = TypeVar("T", Dataset, StandingQuery)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ def catalog_of(datasets: Mapping[str, Entry], queries: Mapping[str, Entry]) -> C
     return catalog
 
 
-def entry_of(definition: T) -> Entry:
+def entry_of(definition: Dataset | StandingQuery) -> Entry:
     """Return the entry of a definition."""
     written = write_dataset(definition) if isinstance(definition, Dataset) else write_query(definition)
     return Entry(definition.version, written)

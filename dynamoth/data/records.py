@@ -169,6 +169,17 @@ def parse_tip(reply: Any) -> tuple[int, int]:
     return int(offset or 0), int(restarts or 0)
 
 
+def latest_command(name: str, count: int) -> tuple[CommandPart, ...]:
+    """Return the command that reads the last records of a partition, the newest first."""
+    return b"XREVRANGE", partition_keys(name)[1], b"+", b"-", b"COUNT", b"%d" % count
+
+
+@parser("the reply of a dataset's server")
+def parse_latest(reply: Any) -> list[Record]:
+    """Read the reply of ``latest_command``; the oldest comes first. Raises MalformedMessage."""
+    return parse_records(list(reversed(read_array(reply))))
+
+
 def trim_command(name: str, until: int) -> tuple[CommandPart, ...]:
     """Return the command that removes the records of a partition up to ``until``; call it once they are archived."""
     return b"XTRIM", partition_keys(name)[1], b"MINID", b"%d-0" % (until + 1)

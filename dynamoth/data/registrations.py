@@ -12,7 +12,7 @@ changes, from which the data cluster keeps its own table.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,43 @@ def expire_command(query: str, interest_ids: Sequence[str]) -> tuple[CommandPart
     keys = [*registration_keys(query), *(key for interest_id in interest_ids for key in log_keys(interest_id))]
     ids = [interest_id.encode() for interest_id in interest_ids]
     return b"EVAL", EXPIRE_SCRIPT, b"%d" % len(keys), *keys, b"%d" % CHANGES_MAX, *ids
+
+
+def is_registrations_script(words: Sequence[bytes]) -> bool:
+    """Tell whether a command is a script of this module."""
+    return len(words) > 1 and words[0] == b"EVAL" and words[1] in (REGISTER_SCRIPT, EXPIRE_SCRIPT)
+
+
+def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
+    """Do what Redis does with a script of ours: for models of Redis.
+
+    ``execute`` gets the words of a command (TIME, HSET, HDEL, XADD, ZADD, ZREM, ZSCORE, DEL) and returns its reply.
+    """
+    keys, arguments = words[3 : 3 + int(words[2])], words[3 + int(words[2]) :]
+    interests, expiry, changes = keys[:3]
+    seconds, microseconds = map(int, execute(b"TIME"))
+    now = seconds * 1000 + microseconds // 1000
+    count = 0
+    if words[1] == REGISTER_SCRIPT:
+        for interest_id, params, keep_ms in zip(arguments[1::3], arguments[2::3], arguments[3::3], strict=True):
+            stored = execute(b"ZSCORE", expiry, interest_id)
+            if stored is None:
+                value = b"%d " % now + params
+                execute(b"HSET", interests, interest_id, value)
+                execute(b"XADD", changes, b"MAXLEN", b"~", arguments[0], b"*", b"i", interest_id, b"v", value)
+                count += 1
+            if stored is None or int(stored) < now + int(keep_ms):
+                execute(b"ZADD", expiry, b"%d" % (now + int(keep_ms)), interest_id)
+        return count
+    for number, interest_id in enumerate(arguments[1:]):
+        stored = execute(b"ZSCORE", expiry, interest_id)
+        if stored is not None and int(stored) <= now:
+            execute(b"ZREM", expiry, interest_id)
+            execute(b"HDEL", interests, interest_id)
+            execute(b"XADD", changes, b"MAXLEN", b"~", arguments[0], b"*", b"i", interest_id, b"v", b"")
+            execute(b"DEL", *keys[3 + 2 * number : 5 + 2 * number])
+            count += 1
+    return count
 
 
 @parser("a registration")

@@ -2,8 +2,8 @@
 
 A grid of *level* n has cells of 2^n metres. Of two places that are to be near each other, one is in one cell, and the
 other one is given all cells that its radius touches, at the level that fits the radius: nine at most, but near the
-poles. So a join by cell finds each pair once, and the exact distance decides. Cells on the sphere are bands of latitude,
-each divided into as many columns as fit.
+poles. So a join by cell finds each pair once, and the exact distance decides. Cells on the sphere are bands of
+latitude, each divided into as many columns as fit.
 
 Cells are computed here only, in Python for both sides: they are the same to the last bit.
 """
@@ -67,8 +67,9 @@ def distance_xy_sql(x1: str, y1: str, x2: str, y2: str) -> str:
 
 def register(spark: SparkSession) -> None:
     """Make the functions for cells known to a session."""
-    spark.udf.register(CELLS, F.arrow_udf(_cells, "array<bigint>"))
-    spark.udf.register(CELLS_XY, F.arrow_udf(_cells_xy, "array<bigint>"))
+    arrow_udf: Any = getattr(F, "arrow_udf")  # noqa: B009 it is not among the types that PySpark declares
+    spark.udf.register(CELLS, arrow_udf(_cells, "array<bigint>"))
+    spark.udf.register(CELLS_XY, arrow_udf(_cells_xy, "array<bigint>"))
 
 
 def _cells(lat: arrow.Array, lon: arrow.Array, radius: arrow.Array, level: arrow.Array) -> arrow.Array:

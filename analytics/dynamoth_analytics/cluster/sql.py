@@ -295,10 +295,7 @@ class _Compiler:
         if any(isinstance(each, exp.Star) for each in tree.expressions):
             raise self._fault("SELECT * would select the parameters, too: name a table (r.*), or the columns")
         try:
-            return cast(
-                "exp.Select",
-                qualify(tree, schema=schema, dialect="spark", quote_identifiers=True),
-            )
+            return qualify(tree, schema=schema, dialect="spark", quote_identifiers=True)
         except OptimizeError as error:
             text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()[0]
             raise self._fault(f"{text}: the fields of datasets are those of their definitions") from None
@@ -427,7 +424,7 @@ def _column(table: str, name: str) -> exp.Column:
 
 
 def _parsed(text: str) -> exp.Expression:
-    return sqlglot.parse_one(text, dialect="spark")
+    return cast("exp.Expression", sqlglot.parse_one(text, dialect="spark"))
 
 
 def _condition_of(node: exp.Expression | None) -> exp.Expression | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+from dynamoth.data import records, registrations
 from dynamoth.edge import log, positions, presence
 from dynamoth.globs import compile_glob
 from dynamoth.machine.events import CommandPart, ErrorReply
@@ -280,6 +281,10 @@ class RedisServer:
             return positions.evaluate(words, partial(self.execute, who))
         if presence.is_script(words):
             return presence.evaluate(words, partial(self.execute, who))
+        if records.is_records_script(words):
+            return records.evaluate(words, partial(self.execute, who))
+        if registrations.is_registrations_script(words):
+            return registrations.evaluate(words, partial(self.execute, who))
         if words[0] == b"EVAL":
             return evaluate(words, partial(self.execute, who), ErrorReply)
         if words[0] == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
@@ -477,7 +482,8 @@ _SUBSCRIBING = frozenset((b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBS
 
 
 def _is_of_logs(words: Sequence[bytes]) -> bool:
-    return log.is_script(words) or positions.is_script(words) or presence.is_script(words)
+    is_edge = log.is_script(words) or positions.is_script(words) or presence.is_script(words)
+    return is_edge or records.is_records_script(words) or registrations.is_registrations_script(words)
 
 
 def _to_bytes(word: CommandPart) -> bytes:

@@ -53,6 +53,7 @@ class KeySpace:
             b"HGETALL": self._hgetall,
             b"HLEN": self._hlen,
             b"HDEL": self._hdel,
+            b"HINCRBY": self._hincrby,
             b"RENAME": self._rename,
             b"DEL": self._del,
             b"GET": self._get,
@@ -60,9 +61,11 @@ class KeySpace:
             b"PEXPIRE": self._pexpire,
             b"PTTL": self._pttl,
             b"XADD": self._xadd,
+            b"XLEN": self._xlen,
             b"XRANGE": self._xrange,
             b"ZADD": self._zadd,
             b"ZREM": self._zrem,
+            b"ZREMRANGEBYSCORE": self._zremrangebyscore,
             b"ZSCORE": self._zscore,
             b"ZRANGEBYSCORE": self._zrangebyscore,
         }
@@ -136,6 +139,13 @@ class KeySpace:
     def _hlen(self, words: Sequence[bytes]) -> Any:
         return len(self.hash(words[1]))
 
+    def _hincrby(self, words: Sequence[bytes]) -> Any:
+        _, key, name, increment = words
+        fields = self._hashes.setdefault(key, {})
+        value = int(fields.get(name, b"0")) + int(increment)
+        fields[name] = b"%d" % value
+        return value
+
     def _hdel(self, words: Sequence[bytes]) -> Any:
         stored = self.hash(words[1])
         removed = sum(stored.pop(name, None) is not None for name in words[2:])
@@ -176,31 +186,47 @@ class KeySpace:
 
     def _xadd(self, words: Sequence[bytes]) -> Any:
         """Append an entry, and drop the oldest: at once, where Redis waits until it can drop a whole node (``~``)."""
-        _, key, maxlen, about, most, id_, *fields = words
-        assert (maxlen, about) == (b"MAXLEN", b"~"), f"XADD with {words!r:.200}"
+        key, most, rest = words[1], None, words[2:]
+        if rest[0] == b"MAXLEN":
+            assert rest[1] == b"~", f"XADD with {words!r:.200}"
+            most, rest = int(rest[2]), rest[3:]
+        id_, *fields = rest
         entries = self._streams.setdefault(key, {})
-        number = int(id_.removesuffix(b"-0"))
-        assert number > max(entries, default=0), "ids of a stream increase"
+        last = max(entries, default=0)
+        number = max(last + 1, int(self._clock() * 1000)) if id_ == b"*" else int(id_.removesuffix(b"-0"))
+        assert number > last, "ids of a stream increase"
         entries[number] = list(fields)
-        while len(entries) > int(most):
+        while most is not None and len(entries) > most:
             del entries[next(iter(entries))]
-        return id_
+        return b"%d-0" % number
+
+    def _xlen(self, words: Sequence[bytes]) -> Any:
+        return len(self._streams.get(words[1], {}))
 
     def _xrange(self, words: Sequence[bytes]) -> Any:
         _, key, first, last, count, most = words
-        assert (last, count) == (b"+", b"COUNT"), f"XRANGE with {words!r:.200}"
+        assert count == b"COUNT", f"XRANGE with {words!r:.200}"
         begin = 0 if first == b"-" else int(first.removesuffix(b"-0"))
-        found = [[b"%d-0" % number, fields] for number, fields in self._streams.get(key, {}).items() if number >= begin]
+        end = float("inf") if last == b"+" else int(last.removesuffix(b"-0"))
+        entries = self._streams.get(key, {}).items()
+        found = [[b"%d-0" % number, fields] for number, fields in entries if begin <= number <= end]
         return found[: int(most)]
 
     # Sorted sets.
 
     def _zadd(self, words: Sequence[bytes]) -> Any:
-        _, key, score, member = words
-        scores = self._sorted_sets.setdefault(key, {})
+        *options, score, member = words[2:]
+        scores = self._sorted_sets.setdefault(words[1], {})
         is_new = member not in scores
-        scores[member] = float(score)
+        if is_new or b"NX" not in options:
+            scores[member] = float(score)
         return int(is_new)
+
+    def _zremrangebyscore(self, words: Sequence[bytes]) -> Any:
+        _, key, least, most = words
+        assert least == b"-inf", f"ZREMRANGEBYSCORE with {words!r:.200}"
+        gone = [member for member, score in self._sorted_sets.get(key, {}).items() if score <= float(most)]
+        return self._zrem([b"ZREM", key, *gone]) if gone else 0
 
     def _zrem(self, words: Sequence[bytes]) -> Any:
         scores = self._sorted_sets.get(words[1], {})

@@ -1,0 +1,241 @@
+"""``dynamoth dataset``: registers datasets, loads records, and shows what is stored."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from dynamoth.data.catalog import Catalog
+from dynamoth.data.datasets import DEAD_SUFFIX, BadRecord, Dataset, write_dataset
+from dynamoth.data.records import (
+    RECORDS_PER_COMMAND_MAX,
+    append_records_command,
+    latest_command,
+    parse_latest,
+    parse_tip,
+    partition_keys,
+    partition_name,
+    partition_of,
+    partition_server,
+    tip_command,
+)
+from dynamoth.errors import ConfigError, printable
+from dynamoth_cli.data_admin import (
+    add_access,
+    ago,
+    drop,
+    find_dataset,
+    log_servers,
+    put,
+    read_definitions,
+    register,
+    with_servers,
+)
+from dynamoth_client.datasets import SyncDatasetWriter
+from dynamoth_client.runtime.data_links import DataLinks, run_all
+from dynamoth_client.runtime.record_files import read_records
+
+SHOWN_REFUSALS = 5
+BATCH = 2000
+OLD_LOAD_S = 3600
+"""The records of the load before are forgotten after this time: queries that run may still read them."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    helps = {
+        "set": "register the datasets and queries of a TOML file, or change them",
+        "list": "list the datasets",
+        "show": "show a definition, and what is stored",
+        "load": "store the records of files (JSON lines, CSV, Parquet); a static dataset is replaced",
+        "drop": "drop a dataset; what is archived stays",
+        "tail": "show the last records",
+        "dead": "show the last records that were refused, and why",
+    }
+    every = {name: commands.add_parser(name, help=text) for name, text in helps.items()}
+    every["set"].add_argument("file", metavar="FILE", help="a TOML file with [datasets.NAME] and [queries.NAME]")
+    every["set"].add_argument("--force", action="store_true", help="also if stored records do not fit any more")
+    for name in ("show", "load", "drop", "tail", "dead"):
+        every[name].add_argument("name", metavar="NAME", help="of the dataset")
+    every["load"].add_argument("files", metavar="FILE", nargs="+", help=".jsonl, .csv or .parquet")
+    for name in ("tail", "dead"):
+        every[name].add_argument("--last", type=int, default=20, metavar="N", help="how many (default %(default)s)")
+    for name in ("list", "show", "tail", "dead"):
+        every[name].add_argument("--json", action="store_true", help="print JSON")
+    for each in every.values():
+        add_access(each)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Execute the command."""
+    action: str = arguments.action
+    if action == "set":
+        given = read_definitions(arguments.file)
+        _print(with_servers(arguments, lambda links: register(links, given, force=arguments.force)))
+    elif action == "list":
+        _list(arguments)
+    elif action == "show":
+        _show(arguments)
+    elif action == "drop":
+        version = with_servers(arguments, lambda links: drop(links, arguments.name, is_query=False))
+        _print([f"dataset {arguments.name}: dropped, version {version}; what is archived stays"])
+    elif action == "load":
+        return _load(arguments)
+    else:
+        _tail(arguments)
+    return 0
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        sys.stdout.write(f"{printable(line)}\n")
+
+
+# Showing.
+
+
+async def _stored(links: DataLinks, dataset: Dataset) -> tuple[int, int]:
+    """Return how many records of a dataset are at Redis, and how often its servers may have lost some."""
+    records = restarts = 0
+    for number in range(dataset.partitions):
+        name = partition_name(dataset.stream, number)
+        server = partition_server(name, links.ids)
+        records += await links.command(server, (b"XLEN", partition_keys(name)[1]), repeats=True)
+        restarts += parse_tip(await links.command(server, tip_command(name), repeats=True))[1]
+    return records, restarts
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    async def gather(links: DataLinks) -> tuple[Catalog, dict[str, tuple[int, int]]]:
+        catalog = await links.catalog()
+        return catalog, {name: await _stored(links, each) for name, each in catalog.datasets.items()}
+
+    catalog, stored = with_servers(arguments, gather)
+    if arguments.json:
+        values = {name: write_dataset(each) | {"stored": stored[name][0]} for name, each in catalog.datasets.items()}
+        sys.stdout.write(json.dumps({"datasets": values, "faults": catalog.faults}) + "\n")
+        return
+    for name, each in sorted(catalog.datasets.items()):
+        fields = ", ".join(f"{field.name} {field.type}{'?' * field.is_optional}" for field in each.fields)
+        _print([f"{name:24} {each.kind:7} {stored[name][0]:>9} at Redis  ({fields})"])
+    _print([f"{name:24} cannot be read: {fault}" for name, fault in catalog.faults.items()])
+    if not catalog.datasets:
+        _print(["there are no datasets: register some with `dynamoth dataset set FILE`"])
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    async def gather(links: DataLinks) -> tuple[Dataset, tuple[int, int], int]:
+        dataset = find_dataset(await links.catalog(), arguments.name)
+        dead = (await _stored(links, find_dataset(await links.catalog(), _dead_name(arguments.name))))[0]
+        return dataset, await _stored(links, dataset), dead
+
+    dataset, (records, restarts), dead = with_servers(arguments, gather)
+    values = write_dataset(dataset) | {"stored": records, "restarts": restarts, "dead_letters": dead}
+    if arguments.json:
+        sys.stdout.write(json.dumps(values) + "\n")
+        return
+    for key, value in values.items():
+        _print([f"{key:18} {value}"])
+    if restarts:
+        _print([f"a log server has restarted {restarts} times: records that it had not written to disk are lost"])
+
+
+def _dead_name(name: str) -> str:
+    return name if name.endswith(DEAD_SUFFIX) else name + DEAD_SUFFIX
+
+
+def _tail(arguments: argparse.Namespace) -> None:
+    name = _dead_name(arguments.name) if arguments.action == "dead" else arguments.name
+
+    async def gather(links: DataLinks) -> list[tuple[int, bytes]]:
+        dataset = find_dataset(await links.catalog(), name)
+        found: list[tuple[int, bytes]] = []
+        for number in range(dataset.partitions):
+            partition = partition_name(dataset.stream, number)
+            command = latest_command(partition, max(1, arguments.last))
+            reply = await links.command(partition_server(partition, links.ids), command, repeats=True)
+            found += [(each.arrived_ms, each.value) for each in parse_latest(reply)]
+        return sorted(found)[-arguments.last :]
+
+    for arrived_ms, value in with_servers(arguments, gather):
+        if arguments.json:
+            sys.stdout.write(value.decode() + "\n")
+        elif arguments.action == "dead":
+            letter = json.loads(value)
+            _print(
+                [f"{ago(arrived_ms):>8} ago  {letter['reason']}  (from {letter['source']})  {letter['record'][:200]}"]
+            )
+        else:
+            _print([f"{ago(arrived_ms):>8} ago  {value.decode()}"])
+
+
+# Loading.
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    urls, options = log_servers(arguments)
+    dataset = with_servers(arguments, lambda links: _found(links, arguments.name))
+    for path in arguments.files:
+        if not Path(path).is_file():
+            raise ConfigError(f"there is no file {path}")
+    if dataset.kind == "static":
+        return _load_static(arguments, dataset)
+    counts = {"stored": 0, "duplicate": 0, "refused": 0}
+    with SyncDatasetWriter(urls, options=options) as writer:
+        for path in arguments.files:
+            records = read_records(Path(path), dataset)
+            while batch := list(islice(records, BATCH)):
+                for number, each in enumerate(writer.append_many(dataset.name, batch, source=f"file {path}")):
+                    counts[each.outcome] += 1
+                    if each.outcome == "refused" and counts["refused"] <= SHOWN_REFUSALS:
+                        sys.stderr.write(printable(f"dynamoth: {path}: record {number + 1}: {each.reason}") + "\n")
+    _print([f"{counts['stored']} stored, {counts['duplicate']} duplicates, {counts['refused']} refused"])
+    if counts["refused"]:
+        _print([f"`dynamoth dataset dead {dataset.name}` shows those that were refused"])
+    return 1 if counts["refused"] else 0
+
+
+async def _found(links: DataLinks, name: str) -> Dataset:
+    return find_dataset(await links.catalog(), name)
+
+
+def _load_static(arguments: argparse.Namespace, before: Dataset) -> int:
+    """Store all records under new names, and then have the definition name these: queries see the old ones, or all."""
+    dataset = replace(before, loaded=before.loaded + 1, version=before.version + 1)
+    by_partition: dict[int, list[tuple[bytes, str]]] = {number: [] for number in range(dataset.partitions)}
+    count = 0
+    for path in arguments.files:
+        for number, record in enumerate(read_records(Path(path), dataset), start=1):
+            try:
+                value, place, _ = dataset.normalize(record, 0.0)
+            except BadRecord as error:
+                raise ConfigError(f"{path}: record {number}: {error}; nothing was loaded") from error
+            by_partition[partition_of(dataset, place, count)].append((value, ""))
+            count += 1
+
+    async def store(links: DataLinks) -> None:
+        for number, records in by_partition.items():
+            name = partition_name(dataset.stream, number)
+            server = partition_server(name, links.ids)
+            await links.command(server, (b"DEL", *partition_keys(name)), repeats=True)  # of a load that has failed
+            for begin in range(0, len(records), RECORDS_PER_COMMAND_MAX):
+                part = records[begin : begin + RECORDS_PER_COMMAND_MAX]
+                await links.command(server, append_records_command(dataset, number, part, ""), repeats=False)
+        await put(links, dataset)
+        old = [partition_name(before.stream, number) for number in range(before.partitions)]
+        await run_all(
+            [
+                links.command(partition_server(name, links.ids), (b"EXPIRE", key, OLD_LOAD_S), repeats=True)
+                for name in old
+                for key in partition_keys(name)
+            ]
+        )
+
+    with_servers(arguments, store)
+    _print([f"{count} stored; queries see them from their next execution on"])
+    return 0

@@ -1,0 +1,166 @@
+"""``dynamoth query``: registers standing queries, tries them, and shows what they do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from dynamoth.data.catalog import Catalog
+from dynamoth.data.executions import (
+    QueryStatus,
+    executions_key,
+    executions_server,
+    parse_progress,
+    parse_status,
+    restart_key,
+    status_key,
+)
+from dynamoth.data.queries import StandingQuery, write_query
+from dynamoth.data.registrations import registration_keys
+from dynamoth.errors import ConfigError, printable
+from dynamoth_cli.data_admin import add_access, ago, drop, read_definitions, register, with_servers
+from dynamoth_client.runtime.data_links import DataLinks
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    helps = {
+        "set": "register the datasets and queries of a TOML file, or change them",
+        "list": "list the queries, and how they do",
+        "show": "show a definition, its interests, and its executions",
+        "try": "execute a query of a file on sample data, without any server (needs Spark)",
+        "drop": "drop a query: its users get a last result that says so",
+        "restart": "go on with what is stored from now on, where records were lost",
+    }
+    every = {name: commands.add_parser(name, help=text) for name, text in helps.items()}
+    for name in ("set", "try"):
+        every[name].add_argument("file", metavar="FILE", help="a TOML file with [datasets.NAME] and [queries.NAME]")
+    every["set"].add_argument("--force", action="store_true", help="also if stored records do not fit any more")
+    for name in ("show", "try", "drop", "restart"):
+        every[name].add_argument("name", metavar="NAME", help="of the query")
+    sample = "records of a dataset, as .jsonl, .csv or .parquet; once for each dataset"
+    every["try"].add_argument("--sample", action="append", default=[], metavar="DATASET=FILE", help=sample)
+    params = "parameters of an interest, as JSON; once for each interest"
+    every["try"].add_argument("--params", action="append", default=[], metavar="JSON", help=params)
+    for name in ("list", "show", "try"):
+        every[name].add_argument("--json", action="store_true", help="print JSON")
+    for name, each in every.items():
+        if name != "try":
+            add_access(each)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Execute the command."""
+    action: str = arguments.action
+    if action == "set":
+        given = read_definitions(arguments.file)
+        _print(with_servers(arguments, lambda links: register(links, given, force=arguments.force)))
+    elif action == "list":
+        _list(arguments)
+    elif action == "show":
+        _show(arguments)
+    elif action == "drop":
+        version = with_servers(arguments, lambda links: drop(links, arguments.name, is_query=True))
+        _print([f"query {arguments.name}: dropped, version {version}"])
+    elif action == "restart":
+        _restart(arguments)
+    else:
+        from dynamoth_analytics.cluster.trial import try_query
+
+        return try_query(read_definitions(arguments.file), arguments)
+    return 0
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        sys.stdout.write(f"{printable(line)}\n")
+
+
+async def _status(links: DataLinks, name: str) -> QueryStatus | None:
+    """Return what the data cluster has said about a query last; None if it never has."""
+    return parse_status(
+        await links.command(executions_server(name, links.ids), (b"GET", status_key(name)), repeats=True)
+    )
+
+
+def _described(status: QueryStatus | None) -> str:
+    if status is None:
+        return "not executed yet: is `dynamoth data-cluster` running?"
+    if status.state != "running":
+        return f"{status.state} for {ago(status.since_ms)}: {status.reason}" if status.reason else status.state
+    if not status.execution:
+        return "running, not executed yet"
+    last = f"execution {status.execution} {ago(status.ended_ms)} ago, in {status.seconds:.1f} s"
+    return f"{last}, {status.interests} interests"
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    async def gather(links: DataLinks) -> tuple[Catalog, dict[str, QueryStatus | None]]:
+        catalog = await links.catalog()
+        return catalog, {name: await _status(links, name) for name in catalog.queries}
+
+    catalog, states = with_servers(arguments, gather)
+    if arguments.json:
+        values = {
+            name: write_query(each) | {"status": _as_data(states[name])} for name, each in catalog.queries.items()
+        }
+        sys.stdout.write(json.dumps({"queries": values, "faults": catalog.faults}) + "\n")
+        return
+    for name, each in sorted(catalog.queries.items()):
+        period = "continuous" if each.is_continuous else f"{each.period_s} s"
+        _print([f"{name:28} every {period:10} version {each.version:<3} {_described(states[name])}"])
+    _print([f"{name:28} cannot be read: {fault}" for name, fault in catalog.faults.items()])
+    if not catalog.queries:
+        _print(["there are no queries: register some with `dynamoth query set FILE`"])
+
+
+def _as_data(status: QueryStatus | None) -> dict[str, Any] | None:
+    return None if status is None else asdict(status)
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    async def gather(links: DataLinks) -> tuple[dict[str, Any], QueryStatus | None]:
+        query = _find(await links.catalog(), arguments.name)
+        interests = [
+            await links.command(id_, (b"HLEN", registration_keys(query.name)[0]), repeats=True) for id_ in links.ids
+        ]
+        return write_query(query) | {"registered": sum(interests)}, await _status(links, query.name)
+
+    values, status = with_servers(arguments, gather)
+    if arguments.json:
+        sys.stdout.write(json.dumps(values | {"status": _as_data(status)}) + "\n")
+        return
+    for key, value in values.items():
+        _print([f"{key:18} {value}"])
+    _print([f"{'status':18} {_described(status)}"])
+    for key, count in ({} if status is None else status.counts).items():
+        _print([f"{key:18} {count}"])
+
+
+def _find(catalog: Catalog, name: str) -> StandingQuery:
+    query = catalog.queries.get(name)
+    if query is None:
+        raise ConfigError(f"there is no query {name!r}: `dynamoth query list` shows those that there are")
+    return query
+
+
+def _restart(arguments: argparse.Namespace) -> None:
+    """Order a query to go on behind what is stored now."""
+
+    async def order(links: DataLinks) -> None:
+        query = _find(await links.catalog(), arguments.name)
+        server = executions_server(query.name, links.ids)
+        progress = parse_progress(await links.command(server, (b"GET", executions_key(query.name)), repeats=True))
+        if progress is None:
+            raise ConfigError(f"query {query.name!r} was never executed: there is nothing to restart")
+        now = b"%d" % round(time.time() * 1000)
+        await links.command(server, (b"SET", restart_key(query.name), now), repeats=True)
+
+    with_servers(arguments, order)
+    _print([f"query {arguments.name}: ordered; the data cluster goes on with what is stored from then on"])
+    _print(["what was stored before and is not executed yet is skipped, and written down as skipped"])

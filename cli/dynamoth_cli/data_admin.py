@@ -1,0 +1,214 @@
+"""What `dynamoth dataset` and `dynamoth query` share: definitions in files and in the catalog, and what is stored."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+import tomllib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, Entry, entry_of, put_command
+from dynamoth.data.datasets import DEAD_SUFFIX, Dataset, read_dataset
+from dynamoth.data.queries import StandingQuery, read_query
+from dynamoth.errors import ConfigError
+from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
+from dynamoth_cli.settings import add_section, link_options, load_settings
+from dynamoth_cli.text_files import UnreadableFile, read_text_file
+from dynamoth_client.runtime.data_links import DataLinks, run_all
+from dynamoth_link.urls import InvalidUrl, parse_server_url
+
+_T = TypeVar("_T")
+
+Definition = Dataset | StandingQuery
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say where the log servers are."""
+    add_section(parser, "data_cluster", "link")
+    parser.add_argument(
+        "--logs", metavar="SERVERS", help="the log servers, as ID=URL separated by spaces; else those of --config"
+    )
+
+
+def log_servers(arguments: argparse.Namespace) -> tuple[dict[str, str], Any]:
+    """Return the log servers, URLs by id, and the options of links. Raises ConfigError."""
+    loaded = load_settings(arguments)
+    config = loaded.config
+    text = arguments.logs or config.data_cluster.logs or config.broker.logs
+    urls: dict[str, str] = {}
+    for word in text.split():
+        id_, _, url = word.partition("=")
+        if not SERVER_ID.fullmatch(id_) or id_ in urls:
+            raise ConfigError(f"logs: ID=URL expected, each ID once and {SERVER_ID_WORDS}, not {id_!r}")
+        try:
+            urls[id_] = parse_server_url(url).url()
+        except InvalidUrl as error:
+            raise ConfigError(f"logs: {id_}: {error}") from error
+    if not urls:
+        raise ConfigError(
+            "the log servers are not known: give --logs 'l1=redis://HOST:PORT', or --config with data_cluster.logs"
+        )
+    return urls, link_options(loaded, "dynamoth-cli", tuple(parse_server_url(url) for url in urls.values()))
+
+
+def with_servers(arguments: argparse.Namespace, work: Callable[[DataLinks], Awaitable[_T]]) -> _T:
+    """Do something with links to the log servers. Raises ConfigError, LogUnavailable."""
+    urls, options = log_servers(arguments)
+
+    async def run() -> _T:
+        links = DataLinks(urls, options, durable=True)  # a reader needs no run id, and scripts ask for it below
+        links.open()
+        try:
+            return await work(links)
+        finally:
+            await links.close()
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True)
+class Definitions:
+    """What a file defines."""
+
+    datasets: Mapping[str, Dataset]
+    queries: Mapping[str, StandingQuery]
+
+
+def read_definitions(path: str) -> Definitions:
+    """Read a TOML file with tables ``[datasets.NAME]`` and ``[queries.NAME]``. Raises ConfigError."""
+    try:
+        values = tomllib.loads(read_text_file(path))
+    except UnreadableFile as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    for name in values:
+        if name not in ("datasets", "queries"):
+            raise ConfigError(f"{path}: {name!r} is unknown: a file has [datasets.NAME] and [queries.NAME]")
+    try:
+        datasets = {name: read_dataset(name, each) for name, each in values.get("datasets", {}).items()}
+        queries = {name: read_query(name, each) for name, each in values.get("queries", {}).items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not datasets and not queries:
+        raise ConfigError(f"{path} defines nothing: it has neither [datasets.NAME] nor [queries.NAME]")
+    return Definitions(datasets, queries)
+
+
+async def put(links: DataLinks, definition: Definition) -> None:
+    """Store a definition at every log server. Raises LogUnavailable; it may be stored at some of them then."""
+    key = DATASETS_KEY if isinstance(definition, Dataset) else QUERIES_KEY
+    await put_entry(links, key, definition.name, entry_of(definition))
+
+
+async def put_entry(links: DataLinks, key: bytes, name: str, entry: Entry) -> None:
+    """Store an entry of the catalog at every log server. Raises LogUnavailable."""
+    await run_all([links.command(id_, put_command(key, name, entry), repeats=True) for id_ in links.ids])
+
+
+def check_change(before: Dataset, after: Dataset) -> None:
+    """Check that stored records belong to a changed dataset, too. Raises ConfigError."""
+    where = f"dataset {after.name!r} is registered"
+    for setting in ("kind", "key", "partitions"):
+        if getattr(before, setting) != getattr(after, setting):
+            raise ConfigError(f"{where} with another {setting}: drop it first, or --force, which leaves records behind")
+    for field in before.fields:
+        new = after.by_name.get(field.name)
+        if new is None or new.type != field.type:
+            raise ConfigError(
+                f"{where} with the field {field.name!r} of type {field.type}: add fields, and keep others"
+            )
+    for field in after.fields:
+        if field.name not in before.by_name and not field.is_optional:
+            raise ConfigError(f"{where} without the field {field.name!r}: a new one is optional ('{field.type}?')")
+
+
+def check_queries(queries: Mapping[str, StandingQuery], datasets: Mapping[str, Dataset]) -> list[str]:
+    """Compile queries, where Spark is installed; return warnings. Raises ConfigError."""
+    try:
+        from dynamoth_analytics.cluster.sql import compile_query
+    except ImportError:
+        return ["the SQL is not checked, as dynamoth[analytics] is not installed here: see `dynamoth query show`"]
+    return [
+        f"query {name}: {warning}"
+        for name, query in queries.items()
+        for warning in compile_query(query, datasets).warnings
+    ]
+
+
+async def register(links: DataLinks, given: Definitions, *, force: bool) -> list[str]:
+    """Register what has changed; return a line for each definition. Raises ConfigError, LogUnavailable."""
+    catalog = await links.catalog()
+    versions = await _versions(links)
+    datasets = {**catalog.datasets, **given.datasets}
+    lines = check_queries(given.queries, datasets)
+    changed: list[Definition] = []
+    for dataset in given.datasets.values():
+        before = catalog.datasets.get(dataset.name)
+        if before is not None and not force:
+            check_change(before, dataset)
+        version = versions.get(("dataset", dataset.name), 0)
+        new = replace(dataset, version=version, loaded=before.loaded if before is not None else 0)
+        lines.append(_line("dataset", new, before))
+        if new != before:
+            changed.append(replace(new, version=version + 1))
+    for query in given.queries.values():
+        former = catalog.queries.get(query.name)
+        same = replace(query, version=versions.get(("query", query.name), 0))
+        lines.append(_line("query", same, former))
+        if same != former:
+            changed.append(replace(same, version=same.version + 1))
+    for definition in changed:
+        await put(links, definition)
+    return lines
+
+
+def _line(kind: str, definition: Definition, before: Definition | None) -> str:
+    """Return what a registration does, for people; ``definition`` still has the version before."""
+    if definition == before:
+        return f"{kind} {definition.name}: unchanged, version {definition.version}"
+    return f"{kind} {definition.name}: {'changed' if before else 'registered'}, version {definition.version + 1}"
+
+
+async def _versions(links: DataLinks) -> dict[tuple[str, str], int]:
+    """Return the latest version of each name, also of what was dropped."""
+    entries = await links.entries()
+    return {
+        (kind, name): entry.version
+        for kind, names in zip(("dataset", "query"), entries, strict=True)
+        for name, entry in names.items()
+    }
+
+
+async def drop(links: DataLinks, name: str, *, is_query: bool) -> int:
+    """Drop a dataset or a query; return its version. Raises ConfigError, LogUnavailable."""
+    catalog = await links.catalog()
+    kind = "query" if is_query else "dataset"
+    known = catalog.queries if is_query else catalog.datasets
+    if name not in known and name not in catalog.faults:
+        raise ConfigError(f"there is no {kind} {name!r}: `dynamoth {kind} list` shows those that there are")
+    if not is_query:
+        users = [query.name for query in catalog.queries.values() if name in query.datasets]
+        if users:
+            raise ConfigError(f"dataset {name!r} is used by the query {users[0]!r}: drop that first")
+    version = (await _versions(links)).get((kind, name), 0) + 1
+    await put_entry(links, QUERIES_KEY if is_query else DATASETS_KEY, name, Entry(version, None))
+    return version
+
+
+def find_dataset(catalog: Catalog, name: str) -> Dataset:
+    """Return a dataset, also that of the refused records of another one. Raises ConfigError."""
+    found = catalog.dataset(name)
+    if found is None:
+        base = name.removesuffix(DEAD_SUFFIX)
+        raise ConfigError(f"there is no dataset {base!r}: `dynamoth dataset list` shows those that there are")
+    return found
+
+
+def ago(milliseconds: int) -> str:
+    """Return how long ago a time is, for people: ``5 s``."""
+    seconds = time.time() - milliseconds / 1000
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,60 @@
+"""Reads the records of files: JSON lines, CSV, Parquet."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dynamoth.data.datasets import Dataset
+from dynamoth.errors import ConfigError
+
+
+def read_records(path: Path, dataset: Dataset) -> Iterator[bytes]:
+    """Yield the records of a file as JSON. Raises ConfigError: it cannot be read."""
+    try:
+        match path.suffix:
+            case ".jsonl" | ".ndjson" | ".json":
+                with path.open("rb") as lines:
+                    yield from (line.strip() for line in lines if line.strip())
+            case ".csv":
+                with path.open(newline="", encoding="utf-8") as rows:
+                    yield from (json.dumps(_typed(row, dataset)).encode() for row in csv.DictReader(rows))
+            case ".parquet":
+                parquet: Any = import_module("pyarrow.parquet")
+                for batch in parquet.ParquetFile(path).iter_batches():
+                    yield from (json.dumps(row, default=_as_text).encode() for row in batch.to_pylist())
+            case suffix:
+                raise ConfigError(f"{path}: a file ends with .jsonl, .csv or .parquet, not with {suffix!r}")
+    except ImportError as error:
+        raise ConfigError(f"{path}: Parquet files need pyarrow: pip install 'dynamoth[record]'") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _typed(row: Mapping[str, str], dataset: Dataset) -> dict[str, Any]:
+    """Return a row of a CSV file with the types of the dataset; an empty value is none."""
+    values: dict[str, Any] = {}
+    for name, text in row.items():
+        field = dataset.by_name.get(name)
+        if text == "" and field is not None and (field.is_optional or field.type != "string"):
+            continue
+        values[name] = text
+        try:
+            if field is not None and field.type in ("int", "float"):
+                values[name] = int(text) if field.type == "int" else float(text)
+            elif field is not None and field.type == "bool" and text.lower() in ("true", "false"):
+                values[name] = text.lower() == "true"
+        except ValueError:
+            pass  # the dataset refuses it, and says why
+    return values
+
+
+def _as_text(value: Any) -> str:
+    if hasattr(value, "isoformat"):
+        text: str = value.isoformat()
+        return text if "+" in text or not hasattr(value, "tzinfo") else f"{text}+00:00"
+    return str(value)
