@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from pyspark.sql import SparkSession
@@ -53,7 +54,7 @@ def test_records_become_result_sets_of_those_who_are_interested(driver: SparkSes
     assert not world.log(none), "an interest without rows gets no result set"
     written = world.executions("of_type")
     assert [each["execution"] for each in written] == [*range(1, len(written) + 1)]
-    for before, after in zip(written, written[1:], strict=False):
+    for before, after in pairwise(written):
         assert after["start"] == before["end"], "windows follow each other"
     assert sum(each["rows"] for each in written) == 5
     progress, status = world.progress("of_type"), world.status("of_type")

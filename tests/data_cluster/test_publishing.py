@@ -44,7 +44,7 @@ def interests(count: int) -> list[str]:
 @contextmanager
 def heard(world: World, interest: str) -> Iterator[Any]:
     """Subscribe to the notifications of an interest, at the one server of the cluster."""
-    client = redis.Redis.from_url(world.server_url)
+    client: Any = redis.Redis.from_url(world.server_url)
     subscriber = client.pubsub(ignore_subscribe_messages=True)
     subscriber.subscribe(f"q:{interest}")
     assert subscriber.get_message(timeout=5) is None, "the confirmation"
