@@ -30,13 +30,14 @@ from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import log_keys, log_server
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
+from dynamoth_analytics.cluster.publishing import close_publishers
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.urls import ClusterAddress, parse_server_url
 
 POLL_S = 0.02
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 REPORTS: dict[str, Any] = {
     "kind": "append",
@@ -44,6 +45,8 @@ REPORTS: dict[str, Any] = {
     "partitions": 2,
     "fields": {"id": "string", "type": "string", "size": "int"},
 }
+
+STATIC: dict[str, Any] = {"kind": "static", "id": "", "fields": {"id": "string", "type": "string"}}
 
 OF_TYPE: dict[str, Any] = {
     "on": "reports",
@@ -67,7 +70,7 @@ class World:
         self._turn = 0
 
     def __enter__(self) -> Self:
-        redis = [self._stack.enter_context(EmbeddedRedis()) for _ in range(3)]
+        redis = self.redis = [self._stack.enter_context(EmbeddedRedis()) for _ in range(3)]
         self.logs = " ".join(f"l{number}=redis://127.0.0.1:{each.port}" for number, each in enumerate(redis[:2], 1))
         self.servers: LogServers = read_servers(self.logs)
         self.server_url = f"redis://127.0.0.1:{redis[2].port}"
@@ -77,6 +80,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        close_publishers()
         self._stack.close()
 
     # What operators, brokers and applications do.
@@ -106,6 +110,10 @@ class World:
             run_id = self.servers.run_id(server)
             self.servers.run(server, append_records_command(dataset, partition, [(value, id_)], run_id))
 
+    def load(self, dataset: Dataset, *records: Mapping[str, Any]) -> None:
+        """Store the records of a load of a static dataset."""
+        self.append(dataset, *records)
+
     def register(self, query: str, params: Mapping[str, Any], keep_s: float = 3600.0) -> str:
         """Register an interest as a broker does; return its id."""
         interest = query_interest(query, params)
@@ -122,7 +130,7 @@ class World:
         entries = self.servers.run(self.server_of(interest), (b"XRANGE", log_keys(interest)[1], b"-", b"+"))
         return [json.loads(fields[1]) for _, fields in entries]
 
-    def rows(self, interest: str) -> list[list[dict[str, Any]]]:
+    def rows(self, interest: str) -> list[Any]:
         """Return the rows of the result sets of a log, in order."""
         return [payload.get("rows") for payload in self.log(interest)]
 

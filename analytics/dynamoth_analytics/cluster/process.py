@@ -63,7 +63,7 @@ def run(config: DataClusterConfig) -> int:
 
     Raises ConfigError (the folder, the log servers, no Java) and SparkFailed.
     """
-    logging.getLogger("py4j").setLevel(logging.WARNING)  # it logs every call
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it logs every call, and every error that we get, too
     servers = read_servers(config.logs, durable=config.log_durable)
     folder = _prepared(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")

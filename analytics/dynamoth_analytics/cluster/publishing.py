@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import redis.exceptions
@@ -147,11 +146,23 @@ class _Publisher:
         self._url = url
         self._client: Redis | None = None
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="dynamoth publisher", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="dynamoth publisher", daemon=True)
+        self._thread.start()
 
     def publish(self, messages: Sequence[tuple[bytes, bytes]]) -> int:
         """Publish; return how many could not be: brokers find those when they compare the ends of logs."""
         return asyncio.run_coroutine_threadsafe(self._publish(messages), self._loop).result()
+
+    def close(self) -> None:
+        """End the client and its thread."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
 
     async def _publish(self, messages: Sequence[tuple[bytes, bytes]]) -> int:
         if self._client is None:
@@ -169,6 +180,21 @@ class _Publisher:
         return len(failed)
 
 
-@cache
+_publishers: dict[str, _Publisher] = {}
+"""Of this process, by URL of the cluster: they live as long as it does."""
+
+_making = threading.Lock()
+
+
 def _publisher(url: str) -> _Publisher:
-    return _Publisher(url)
+    with _making:
+        if url not in _publishers:
+            _publishers[url] = _Publisher(url)
+        return _publishers[url]
+
+
+def close_publishers() -> None:
+    """End the clients of this process; who publishes after that gets a new one."""
+    with _making:
+        while _publishers:
+            _publishers.popitem()[1].close()

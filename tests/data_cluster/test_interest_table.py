@@ -1,0 +1,142 @@
+"""The mirror of registrations, on real Redis servers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
+
+from dynamoth.data.queries import StandingQuery
+from dynamoth.data.registrations import CHANGES_MAX, register_command, registration_keys
+from dynamoth.edge.interests import query_interest
+from dynamoth.edge.log import log_keys
+from dynamoth_analytics.cluster.interest_table import InterestTable, expire_interests
+from tests.data_cluster.world import World
+
+PARAMETERS: dict[str, Any] = {"type": "string", "size": "int", "radius": "float", "open": "bool"}
+SQL = "SELECT r.id FROM reports r WHERE r.type = :type AND r.size = :size AND r.size < :radius AND :open"
+VALUES = {"type": "fire", "size": 1.0, "radius": 5, "open": True}
+
+
+def table_of(world: World, query: StandingQuery) -> InterestTable:
+    return InterestTable(world.servers, world.folder / "interests" / query.name, query)
+
+
+def rows(table: InterestTable) -> dict[str, dict[str, Any]]:
+    table.refresh()
+    return {row.pop("_interest"): row for row in parquet.read_table(table.file()).to_pylist()}
+
+
+def test_interests_are_rows_with_typed_parameters(world: World) -> None:
+    query = world.set_query(parameters=PARAMETERS, sql=SQL)
+    table = table_of(world, query)
+    assert rows(table) == {}
+    before = world.servers.now_ms()
+    interest = world.register("of_type", VALUES)
+    (found,) = rows(table).items()
+    assert found[0] == interest
+    assert before <= found[1].pop("_registered") <= world.servers.now_ms()
+    assert json.dumps(found[1]) == '{"__type": "fire", "__size": 1, "__radius": 5.0, "__open": true}'
+
+
+def test_interests_of_another_version_are_left_out(world: World) -> None:
+    query = world.set_query(parameters=PARAMETERS, sql=SQL)
+    world.register("of_type", {"type": "fire"})
+    world.register("of_type", {**VALUES, "open": "yes"})
+    good = world.register("of_type", VALUES)
+    table = table_of(world, query)
+    assert [*rows(table)] == [good]
+    assert len(table) == 3
+
+
+def test_a_file_is_written_when_something_has_changed(world: World) -> None:
+    table = table_of(world, world.set_query())
+    world.register("of_type", {"type": "fire"})
+    rows(table)
+    first = table.file()
+    world.register("of_type", {"type": "fire"})  # renewed
+    table.refresh()
+    assert table.file() == first
+    second = world.register("of_type", {"type": "flood"})
+    assert second in rows(table)
+    assert first.exists(), "an execution that runs may read it"
+    world.register("of_type", {"type": "quake"})
+    assert len(rows(table)) == 3
+    assert not first.exists()
+    assert len([*first.parent.iterdir()]) == 2
+
+
+def test_an_interest_ends_with_its_log_when_its_time_is_over(world: World) -> None:
+    table = table_of(world, world.set_query())
+    short, long = world.register("of_type", {"type": "fire"}, 0.0), world.register("of_type", {"type": "flood"})
+    for each in (short, long):
+        world.servers.run(world.server_of(each), (b"HSET", log_keys(each)[0], b"epoch", b"1"))
+    assert set(rows(table)) == {short, long}
+    while not expire_interests(world.servers, "of_type"):
+        assert time.time() < world.servers.now_ms() / 1000 + 10, "its time is over within a second"
+    assert set(rows(table)) == {long}
+    assert [world.servers.run(world.server_of(each), (b"EXISTS", log_keys(each)[0])) for each in (short, long)] == [
+        0,
+        1,
+    ]
+
+
+def test_a_reader_that_is_far_behind_reads_everything(world: World) -> None:
+    table = table_of(world, world.set_query())
+    interest = world.register("of_type", {"type": "fire"})
+    gone = world.register("of_type", {"type": "flood"})
+    assert set(rows(table)) == {interest, gone}
+    server = world.server_of(gone)
+    hash_key, expiry, changes = registration_keys("of_type")
+    many = [query_interest("of_type", {"type": f"type {number}"}) for number in range(CHANGES_MAX + 500)]
+    for begin in range(0, len(many), 500):
+        part = [(each.id, each.params, 60.0) for each in many[begin : begin + 500]]
+        world.servers.run(server, register_command("of_type", part))
+    world.servers.run_all(server, [
+        (b"HDEL", hash_key, gone.encode()), (b"ZREM", expiry, gone.encode()),
+        (b"XTRIM", changes, b"MAXLEN", b"%d" % CHANGES_MAX),
+    ])  # fmt: skip
+    found = rows(table)
+    assert gone not in found, "it had ended; that is no loss"
+    assert len(found) == len(many) + 1
+
+
+def test_what_a_server_has_lost_is_registered_there_again(world: World) -> None:
+    table = table_of(world, world.set_query())
+    interests = {each: world.register("of_type", {"type": each}) for each in ("fire", "flood", "quake", "storm")}
+    before = rows(table)
+    lost = {each for each in interests.values() if world.server_of(each) == world.server_of(interests["fire"])}
+    world.servers.run(world.server_of(interests["fire"]), (b"FLUSHALL",))
+    assert rows(table) == before, "they count from when they were registered first"
+    again = set(world.servers.run(world.server_of(interests["fire"]), (b"HKEYS", registration_keys("of_type")[0])))
+    assert again == {each.encode() for each in lost}
+    late = world.register("of_type", {"type": "late"})
+    assert set(rows(table)) == {*interests.values(), late}
+
+
+def test_a_hundred_thousand_interests(world: World) -> None:
+    query = world.set_query()
+    interests = [query_interest("of_type", {"type": f"type {number}"}) for number in range(100_000)]
+    for id_ in world.servers.ids:
+        own = [(each.id, each.params, 600.0) for each in interests if world.server_of(each.id) == id_]
+        commands = [register_command("of_type", own[begin : begin + 500]) for begin in range(0, len(own), 500)]
+        world.servers.run_all(id_, commands)
+    table = table_of(world, query)
+    assert len(rows(table)) == len(interests)
+    world.register("of_type", {"type": "one more"})
+    began = time.process_time()
+    table.refresh()
+    table.file()
+    assert time.process_time() - began < 2.0, "one change is cheap"
+
+
+def test_files_of_a_process_before_are_removed(world: World) -> None:
+    query = world.set_query()
+    folder: Path = world.folder / "interests" / query.name
+    folder.mkdir(parents=True)
+    (folder / "7.parquet").write_bytes(b"torn")
+    assert rows(table_of(world, query)) == {}
+    assert [each.name for each in folder.iterdir()] == ["1.parquet"]

@@ -1,0 +1,160 @@
+"""Where executions go on after a crash, a lost checkpoint, or a lost log server: pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamoth.data.executions import (
+    Checkpoint,
+    Continuation,
+    Progress,
+    QueryStatus,
+    Window,
+    parse_progress,
+    parse_status,
+    resumption,
+    store_progress_command,
+    store_status_command,
+    ticks_missed,
+    with_new_datasets,
+)
+
+
+def offsets(number: int) -> dict[str, Any]:
+    return {"tick_ms": 1000 * number, "offsets": {"reports/0": number}}
+
+
+def progress(execution: int, *, is_done: bool = True, is_dropped: bool = False) -> Progress:
+    return Progress(execution, Window(offsets(execution - 1), offsets(execution)), is_done, is_dropped)
+
+
+def checkpoint(base: int, last: int, committed: int | None = None) -> Checkpoint:
+    ends = {each: offsets(each) for each in range(base + 1, last + 1)}
+    return Checkpoint(base, ends, last if committed is None else committed, offsets(base))
+
+
+KEEP = None
+
+
+@pytest.mark.parametrize(
+    ("stored", "found", "expected"),
+    [
+        (None, None, Continuation(0)),
+        (progress(7), None, Continuation(7, offsets(7))),
+        (progress(7, is_done=False), None, Continuation(6, offsets(6), offsets(7))),
+        (progress(7, is_dropped=True), None, Continuation(7)),
+        # The checkpoint goes on where it stands.
+        (None, checkpoint(0, 0), KEEP),
+        (None, checkpoint(0, 5), KEEP),
+        (progress(7), checkpoint(3, 7), KEEP),
+        (progress(7, is_done=False), checkpoint(3, 7, committed=6), KEEP),
+        (progress(7), checkpoint(3, 8, committed=7), KEEP),
+        (progress(7), checkpoint(7, 7), KEEP),
+        (progress(7, is_done=False), checkpoint(6, 6), Continuation(6, offsets(6), offsets(7))),  # as it was begun
+        (progress(5), checkpoint(3, 8), KEEP),
+        (progress(2), checkpoint(3, 8), KEEP),
+        # It is older than the record: of a backup.
+        (progress(7), checkpoint(0, 6), Continuation(7, offsets(7))),
+        (progress(7, is_done=False), checkpoint(0, 5), Continuation(6, offsets(6), offsets(7))),
+        # Its history is another one.
+        (Progress(7, Window(offsets(6), offsets(99)), True), checkpoint(3, 8), Continuation(7, offsets(99))),
+        # The query was dropped, and comes back: a checkpoint of before is none, and the one of after is.
+        (progress(7, is_dropped=True), checkpoint(3, 6), Continuation(7)),
+        (progress(7, is_dropped=True), checkpoint(7, 7), KEEP),
+        (progress(7, is_dropped=True), checkpoint(7, 8, committed=7), KEEP),
+    ],
+)
+def test_where_a_query_goes_on(
+    stored: Progress | None, found: Checkpoint | None, expected: Continuation | None
+) -> None:
+    assert resumption(stored, found, reads_the_same=True) == expected
+
+
+def test_another_dataset_begins_a_new_checkpoint_where_the_farther_one_ended() -> None:
+    def resumed(stored: Progress | None, found: Checkpoint) -> Continuation | None:
+        return resumption(stored, found, reads_the_same=False)
+
+    assert resumed(progress(7), checkpoint(3, 7)) == Continuation(7, offsets(7))
+    assert resumed(progress(7), checkpoint(3, 8, committed=7)) == Continuation(7, offsets(7), offsets(8))
+    assert resumed(progress(5), checkpoint(3, 8)) == Continuation(8, offsets(8))
+    assert resumed(None, checkpoint(0, 0)) == Continuation(0, offsets(0))
+    unfinished = resumed(progress(7, is_done=False), checkpoint(3, 7, committed=6))
+    assert unfinished == Continuation(6, offsets(6), offsets(7))
+
+
+def test_datasets_that_are_new_to_a_query_begin_at_their_end() -> None:
+    known = {"tick_ms": 5, "offsets": {"reports/0": 3}}
+    tips = {"reports/0": 9, "reports/1": 8, "alarms/0": 7}
+    assert with_new_datasets(known, tips) == {"tick_ms": 5, "offsets": {"reports/0": 3, "alarms/0": 7}}
+
+
+@given(st.data())
+def test_whatever_dies_each_window_is_executed_once_more_at_most(data: st.DataObject) -> None:
+    """A model of the life of a query: windows follow each other, whatever is lost in between, but not both at once."""
+    stored: Progress | None = None
+    found: Checkpoint | None = None
+    executed: dict[int, Window] = {}
+    tip = 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        begin = resumption(stored, found, reads_the_same=data.draw(st.booleans()))
+        first_end: Any = None
+        if begin is not None:
+            assert begin.base >= max(executed, default=0) - 1
+            found = Checkpoint(begin.base, {}, begin.base, begin.start or offsets(tip))
+            first_end = begin.first_end
+        assert found is not None
+        ends, committed = dict(found.ends), found.committed
+        for _ in range(data.draw(st.integers(0, 3))):
+            execution = committed + 1
+            tip += 1
+            start = ends.get(committed, found.start)
+            end = ends.get(execution) or first_end or offsets(tip)
+            first_end = None
+            ends[execution] = end
+            step = data.draw(st.integers(0, 3))
+            if step >= 1:
+                window = Window(start, end)
+                stored = Progress(execution, window, is_done=step >= 2)
+                assert executed.setdefault(execution, window) == window, "a repeated execution has its former window"
+                if execution - 1 in executed:
+                    assert executed[execution - 1].end == start, "windows follow each other"
+            if step >= 3:
+                committed = execution
+            found = Checkpoint(found.base, dict(ends), committed, found.start)
+            if step < 3:
+                break
+        loss = data.draw(st.sampled_from(["nothing", "checkpoint", "progress"]))
+        if loss == "checkpoint" and stored is not None:
+            found = None
+        elif loss == "progress" and found.ends:
+            stored = None
+
+
+def test_what_is_stored_is_read() -> None:
+    for each in (progress(3), progress(3, is_done=False), progress(4, is_dropped=True)):
+        text = store_progress_command("nearby", each, 5)[-1]
+        assert parse_progress(text) == each
+    assert parse_progress(None) is None
+    status = QueryStatus("failing", 1, "why", 2, 3, 4, 5, 6, 0.5, {"failures": 7})
+    assert parse_status(store_status_command("nearby", status, 5)[-1]) == status
+    assert parse_status(b'{"state":"running","from a newer version":1}') == QueryStatus()
+
+
+@pytest.mark.parametrize(
+    ("start_ms", "end_ms", "ended_ms", "missed"),
+    [
+        (10_000, 20_000, 10_500, 0),
+        (10_000, 40_000, 12_000, 0),  # nothing came meanwhile
+        (10_000, 40_000, 31_000, 2),
+        (10_000, 30_000, 21_000, 1),
+        (10_000, 10_000, 99_000, 0),
+    ],
+)
+def test_ticks_that_passed_while_an_execution_ran_are_missed(
+    start_ms: int, end_ms: int, ended_ms: int, missed: int
+) -> None:
+    assert ticks_missed(start_ms, end_ms, 10, ended_ms) == missed

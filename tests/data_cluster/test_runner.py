@@ -1,0 +1,124 @@
+"""What a data cluster does about its catalog, on real Spark and Redis, without its process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from pyspark.sql import SparkSession
+
+from dynamoth.data.executions import TERM_KEY, executions_server, restart_key
+from dynamoth_analytics.cluster import executions
+from dynamoth_analytics.cluster.metrics import collect
+from dynamoth_analytics.cluster.runner import ClusterRunner, TakenOver
+from tests.data_cluster.world import STATIC, World, reports, until
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams look for ticks often."""
+    monkeypatch.setattr(executions, "TRIGGER", "100 milliseconds")
+
+
+@contextmanager
+def data_cluster(driver: SparkSession, world: World) -> Iterator[ClusterRunner]:
+    runner = ClusterRunner(driver, world.servers, world.logs, world.cluster_url, world.folder, 3600.0)
+    try:
+        yield runner
+    finally:
+        runner.stop(10.0)
+
+
+def test_what_runs_follows_the_catalog(driver: SparkSession, world: World) -> None:
+    dataset, interest = world.set_dataset(), world.register("of_type", {"type": "fire"})
+    world.set_query()
+    world.set_query("lost", on="nowhere", sql="SELECT n.id FROM nowhere n WHERE n.type = :type")
+    with data_cluster(driver, world) as cluster:
+        assert not cluster.has_begun
+        cluster.look()
+        assert [*cluster.queries()] == ["of_type"]
+        assert "nowhere" in cluster.refused["lost"]
+        refused = world.status("lost")
+        assert refused is not None
+        assert (refused.state, refused.reason) == ("refused", cluster.refused["lost"])
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(interest), *cluster.queries().values())
+        first = cluster.queries()["of_type"]
+        cluster.look()
+        assert cluster.queries()["of_type"] is first, "nothing has changed"
+        world.set_query(version=2, sql="SELECT upper(r.id) AS id FROM reports r WHERE r.type = :type")
+        cluster.look()
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: len(world.log(interest)) == 2, *cluster.queries().values())
+        assert [each["version"] for each in world.log(interest)] == [1, 2]
+        assert world.ids(interest) == ["a", "B"]
+        world.drop_query("of_type", 3)
+        cluster.look()
+        assert world.log(interest)[-1].get("dropped") is True
+        assert cluster.queries() == {}
+        cluster.look()
+        assert len(world.log(interest)) == 3
+        names = {family.name for family in collect(cluster)}
+        assert {"dynamoth_data_cluster_queries", "dynamoth_data_cluster_overruns"} <= names
+
+
+def test_a_static_dataset_that_is_loaded_again_is_seen_by_the_next_execution(
+    driver: SparkSession, world: World
+) -> None:
+    dataset = world.set_dataset()
+    world.load(world.set_dataset("shelters", **STATIC, loaded=1), {"id": "s1", "type": "fire"})
+    world.set_query(
+        reads=["shelters"], sql="SELECT r.id, s.id AS shelter FROM reports r JOIN shelters s ON s.type = r.type"
+        " WHERE r.type = :type",
+    )  # fmt: skip
+    interest = world.register("of_type", {"type": "fire"})
+    with data_cluster(driver, world) as cluster:
+        cluster.look()
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(interest), *cluster.queries().values())
+        first = cluster.queries()["of_type"]
+        world.load(world.set_dataset("shelters", **STATIC, loaded=2, version=2), {"id": "s2", "type": "fire"})
+        cluster.look()
+        assert cluster.queries()["of_type"] is first
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: len(world.ids(interest)) == 2, *cluster.queries().values())
+    assert [row["shelter"] for rows in world.rows(interest) for row in rows] == ["s1", "s2"]
+    assert [each["end"]["static"] for each in world.executions("of_type")] == [{"shelters": 1}, {"shelters": 2}]
+
+
+def test_an_order_to_restart_is_carried_out_once(driver: SparkSession, world: World) -> None:
+    world.set_dataset()
+    world.set_query()
+    with data_cluster(driver, world) as cluster:
+        cluster.look()
+        server = executions_server("of_type", world.servers.ids)
+        world.servers.run(server, (b"SET", restart_key("of_type"), b"1"))
+        for _ in range(2):
+            cluster.look()
+        assert world.servers.run(server, (b"EXISTS", restart_key("of_type"))) == 0
+    assert [each.get("skipped") for each in world.executions("of_type")] == [True]
+
+
+def test_a_newer_data_cluster_ends_this_one(driver: SparkSession, world: World) -> None:
+    with data_cluster(driver, world) as former, data_cluster(driver, world) as newer:
+        former.look()
+        newer.look()
+        assert newer.term == former.term + 1
+        with pytest.raises(TakenOver, match="one is enough"):
+            former.look()
+        for id_ in world.servers.ids:
+            world.servers.run(id_, (b"DEL", TERM_KEY))
+        newer.look()
+        terms = [int(world.servers.run(id_, (b"GET", TERM_KEY))) for id_ in world.servers.ids]
+        assert terms == [newer.term] * 2, "servers that have lost the term get it again"
+
+
+def test_definitions_come_back_to_a_server_that_has_lost_them(driver: SparkSession, world: World) -> None:
+    world.set_dataset()
+    query = world.set_query()
+    world.servers.run("l1", (b"FLUSHALL",))
+    with data_cluster(driver, world) as cluster:
+        cluster.tidy()
+    world.servers.run("l2", (b"FLUSHALL",))
+    assert world.servers.catalog().queries == {"of_type": query}
