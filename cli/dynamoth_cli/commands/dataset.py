@@ -47,7 +47,7 @@ OLD_LOAD_S = 3600
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    commands = parser.add_subparsers(dest="action", title="commands", required=True)
     helps = {
         "set": "register the datasets and queries of a TOML file, or change them",
         "list": "list the datasets",

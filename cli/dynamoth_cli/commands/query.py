@@ -28,7 +28,7 @@ from dynamoth_client.runtime.data_links import DataLinks
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    commands = parser.add_subparsers(dest="action", title="commands", required=True)
     helps = {
         "set": "register the datasets and queries of a TOML file, or change them",
         "list": "list the queries, and how they do",
