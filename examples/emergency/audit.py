@@ -106,7 +106,10 @@ def read_executions(folder: Path) -> dict[str, list[Execution]]:
         for line in file.read_text().splitlines():
             entry = json.loads(line)
             window = Window(offsets_of(entry["start"]["offsets"]), offsets_of(entry["end"]["offsets"]))
-            execution = Execution(entry["query"], entry["execution"], entry["end"]["tick_ms"], window, entry["seconds"])
+            end = entry["end"]
+            execution = Execution(
+                entry["query"], entry["execution"], end["tick_ms"], window, entry["seconds"], end.get("sealed_ms")
+            )
             found[execution.query][execution.number] = execution
     return {query: [numbers[number] for number in sorted(numbers)] for query, numbers in found.items()}
 

@@ -36,6 +36,8 @@ class Execution:
     window: Window
     #: How long it took.
     seconds: float = 0.0
+    #: Interests that were registered until then are part of it; None: until its tick.
+    sealed_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ class LogJudge:
         """Compare one log."""
         expected: dict[int, list[dict[str, Any]]] = {}
         for execution in self._executions.get(interest.query, ()):
-            if execution.tick_ms >= interest.registered_ms:
+            sealed_ms = execution.tick_ms if execution.sealed_ms is None else execution.sealed_ms
+            if sealed_ms >= interest.registered_ms:
                 rows = evaluate(interest.query, interest.params, self._view(execution.window))
                 if rows:
                     expected[execution.number] = rows
