@@ -64,10 +64,6 @@ def later_moves(run: Run) -> float:
     return float(run.moved - before[-1])
 
 
-def _more(name: str) -> Callable[[Run], float]:
-    return lambda run: run.more[name]
-
-
 def _names(placement: str, schemes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{placement}/{scheme}" for scheme in schemes)
 

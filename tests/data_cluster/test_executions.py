@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +20,7 @@ from tests.data_cluster.world import World, reports, until
 
 
 @contextmanager
-def running(*runners: QueryRunner) -> Iterator[None]:
+def running(*runners: QueryRunner) -> Generator[None]:
     """Stop queries at the end; an execution that runs may end."""
     try:
         yield
