@@ -101,6 +101,7 @@ def _loads(placement: str) -> tuple[Claim, ...]:
                 f"{name}: part of the time with cov at most alpha ({ALPHA:g})",
                 "alpha not given",
                 bounded(each, even_ratio, least=0.9),
+                "alpha is close to the least that 400 users allow; cov is around it between two plans",
             )
             for name, each in (("LDM", ldm), ("SDM", sdm))
         ),
@@ -194,9 +195,11 @@ FIGURES: Mapping[str, PrototypeFigure] = {
                 "a shuffle begins, in every seed",
                 "yes",
                 bounded("NR/LDM+GSH", lambda run: run.shuffles, least=1, is_every=True),
+                "where the cov of NR is close to gamma, the coordinator may decide for relief",
             ),
             Claim("later migrations (from minute 12 on), LDM+GSH against LDM", "fewer", _later("NR/LDM", "NR/LDM+GSH")),
-            Claim("later migrations, SDM+GSH against SDM", "fewer", _later("NR/SDM", "NR/SDM+GSH")),
+            Claim("later migrations, SDM+GSH against SDM", "fewer", _later("NR/SDM", "NR/SDM+GSH"),
+                "our relief moves hardly anybody later, so there is little to save"),
             Claim(
                 "moves of the shuffles themselves",
                 "not counted",
