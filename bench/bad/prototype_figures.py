@@ -238,7 +238,7 @@ FIGURES: Mapping[str, PrototypeFigure] = {
             Claim("cov", "curve only", compare(_names("NR", ALL_NEAREST), mean_cov)),
             Claim("Redis egress, kB/s", "not measured", compare(
                 _names("NR", ALL_NEAREST), lambda run: run.mean_egress(STEADY_S), KB),
-                "our shuffle groups users with the same interests"),
+                "half of the interests are of one user each: there is little to group"),
             Claim("moves, of shuffles too", "curve only", compare(_names("NR", ALL_NEAREST[1:]), moved, digits=".0f")),
             _INTACT,
         ),
