@@ -91,7 +91,7 @@ def _listed(cells: Any, *columns: Any) -> Any:
     counts = np.zeros(len(first), np.int64)
     counts[known] = np.bincount(rows, minlength=int(known.sum()))
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))  # pyright: ignore[reportUnknownVariableType]
 
 
 def sphere_cells(lat: _Floats, lon: _Floats, radius: _Floats, levels: _Ints) -> tuple[_Ints, _Ints]:
