@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, Entry, entry_of, put_command
 from dynamoth.data.datasets import DEAD_SUFFIX, Dataset, read_dataset
+from dynamoth.data.executions import begin_progress_command, executions_server
 from dynamoth.data.queries import StandingQuery, read_query
+from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
 from dynamoth.errors import ConfigError
 from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
 from dynamoth_cli.settings import add_section, link_options, load_settings
@@ -162,8 +164,22 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> list
         if same != former:
             changed.append(replace(same, version=same.version + 1))
     for definition in changed:
+        if isinstance(definition, StandingQuery) and definition.version == 1:
+            await _begin(links, definition, datasets)
         await put(links, definition)
     return lines
+
+
+async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, Dataset]) -> None:
+    """Have a new query begin behind the records that there are now, whenever a data cluster starts."""
+    tips: dict[str, int] = {}
+    for dataset in (datasets[name] for name in query.datasets if datasets[name].kind != "static"):
+        for number in range(dataset.partitions):
+            name = partition_name(dataset.stream, number)
+            reply = await links.command(partition_server(name, links.ids), tip_command(name), repeats=True)
+            tips[name] = parse_tip(reply)[0]
+    end = {"tick_ms": 0, "offsets": tips}
+    await links.command(executions_server(query.name, links.ids), begin_progress_command(query.name, end), repeats=True)
 
 
 def _line(kind: str, definition: Definition, before: Definition | None) -> str:

@@ -162,7 +162,7 @@ def dead_letters(name: str) -> Dataset:
 
 
 def dead_letter(record: bytes, reason: str, source: str, now: float) -> bytes:
-    """Return the record about a refused one: the reason, where it came from, and as much of it as is kept."""
+    """Return the stored form of the record about a refused one: reason, source, and as much of it as is kept."""
     values = {
         "reason": reason[:500],
         "source": source[:200],

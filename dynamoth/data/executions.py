@@ -192,6 +192,15 @@ def raise_term_command(term: int) -> tuple[CommandPart, ...]:
 
 def store_progress_command(query: str, progress: Progress, term: int) -> tuple[CommandPart, ...]:
     """Return the command that stores the progress of a query; refused with ``FENCED`` for a former data cluster."""
+    return b"EVAL", STORE_SCRIPT, b"2", TERM_KEY, executions_key(query), b"%d" % term, _as_text(progress)
+
+
+def begin_progress_command(query: str, end: Mapping[str, Any]) -> tuple[CommandPart, ...]:
+    """Return the command that has a new query begin behind ``end``; it does nothing where progress is stored."""
+    return b"SET", executions_key(query), _as_text(Progress(0, Window(end, end), is_done=True)), b"NX"
+
+
+def _as_text(progress: Progress) -> bytes:
     values = {
         "execution": progress.execution,
         "start": progress.window.start,
@@ -199,8 +208,7 @@ def store_progress_command(query: str, progress: Progress, term: int) -> tuple[C
         "done": progress.is_done,
         "dropped": progress.is_dropped,
     }
-    text = json.dumps(values, separators=(",", ":")).encode()
-    return b"EVAL", STORE_SCRIPT, b"2", TERM_KEY, executions_key(query), b"%d" % term, text
+    return json.dumps(values, separators=(",", ":")).encode()
 
 
 @parser("the progress of a query")

@@ -1,4 +1,4 @@
-"""The scripts of records and registrations: real Redis and the simulator's model give the same replies, but for times."""
+"""The scripts of records and registrations: real Redis and its model in the simulator reply alike, but for times."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dynamoth_analytics.cluster.spatial import LEVEL_MAX, LEVEL_MIN, level_of, levels_between, plane_cells, sphere_cells
 from tests.data_cluster.test_sql import distance
@@ -13,8 +14,8 @@ from tests.data_cluster.test_sql import distance
 POINTS = 4000
 
 
-def cells_of(cells: object, count: int) -> list[list[int]]:
-    rows, values = cells  # type: ignore[misc]
+def cells_of(cells: tuple[NDArray[np.int64], NDArray[np.int64]], count: int) -> list[list[int]]:
+    rows, values = cells
     found: list[list[int]] = [[] for _ in range(count)]
     for row, each in zip(rows.tolist(), values.tolist(), strict=True):
         found[row].append(each)

@@ -132,7 +132,7 @@ class World:
 
     def rows(self, interest: str) -> list[Any]:
         """Return the rows of the result sets of a log, in order."""
-        return [payload.get("rows") for payload in self.log(interest)]
+        return [payload["rows"] for payload in self.log(interest) if "rows" in payload]
 
     def ids(self, interest: str) -> list[str]:
         """Return the ids of all rows that an interest got, in order."""

@@ -2,7 +2,7 @@
 #
 # usage: run_page.sh PYTHON SHELL_PROGRAM PYTHON_PROGRAM
 #
-# The daemons (dynamoth up, agent, balancer, broker, record) run beside all that follows. What comes next waits until they are ready.
+# The daemons (dynamoth up, agent, balancer, broker, record, data-cluster) run beside all that follows. What comes next waits until they are ready.
 # The first command that fails ends it, and so does a daemon that has ended.
 
 set -Eeuo pipefail
@@ -32,7 +32,7 @@ python() {
 
 dynamoth() {
     case "${1-} ${2-}" in
-        up* | agent* | balancer* | record* | "broker --"*)
+        up* | agent* | balancer* | record* | data-cluster* | "broker --"*)
             log=$1.${#daemons[@]}.log
             : > "$log"    # wait_ready looks for it at once
             "$python" -P -m dynamoth_cli "$@" > "$log" 2>&1 < /dev/null &
@@ -52,7 +52,7 @@ is_ready() {
     for file in up.*.log; do
         grep --quiet ready "$file" || return 1
     done
-    for file in *.toml; do
+    for file in $(grep --files-with-matches --no-messages cluster.servers *.toml); do
         "$python" -P -m dynamoth_cli status --config "$file" > status.log 2>&1 || return 1
     done
 }

@@ -88,5 +88,7 @@ def _checked_file(block: Block) -> str:
     match = re.match(r"# (\S+\.toml)\n", block.text)
     if match is None:
         raise BlockFailed(f"{block}: the first line names no file")
+    if re.search(r"^\[(datasets|queries)\.", block.text, re.MULTILINE):
+        return match[1]  # `dynamoth query set` checks it
     load_config(file=ConfigText(str(block), block.text))
     return match[1]

@@ -47,7 +47,7 @@ OLD_LOAD_S = 3600
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    commands = parser.add_subparsers(dest="action", title="commands", required=True)
     helps = {
         "set": "register the datasets and queries of a TOML file, or change them",
         "list": "list the datasets",
@@ -167,9 +167,8 @@ def _tail(arguments: argparse.Namespace) -> None:
             sys.stdout.write(value.decode() + "\n")
         elif arguments.action == "dead":
             letter = json.loads(value)
-            _print(
-                [f"{ago(arrived_ms):>8} ago  {letter['reason']}  (from {letter['source']})  {letter['record'][:200]}"]
-            )
+            source, record = letter["source"], letter["record"][:200]
+            _print([f"{ago(arrived_ms):>8} ago  {letter['reason']}  (from {source})  {record}"])
         else:
             _print([f"{ago(arrived_ms):>8} ago  {value.decode()}"])
 

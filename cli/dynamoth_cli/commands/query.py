@@ -28,7 +28,7 @@ from dynamoth_client.runtime.data_links import DataLinks
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    commands = parser.add_subparsers(dest="action", title="commands", required=True)
     helps = {
         "set": "register the datasets and queries of a TOML file, or change them",
         "list": "list the queries, and how they do",
@@ -83,9 +83,8 @@ def _print(lines: list[str]) -> None:
 
 async def _status(links: DataLinks, name: str) -> QueryStatus | None:
     """Return what the data cluster has said about a query last; None if it never has."""
-    return parse_status(
-        await links.command(executions_server(name, links.ids), (b"GET", status_key(name)), repeats=True)
-    )
+    server = executions_server(name, links.ids)
+    return parse_status(await links.command(server, (b"GET", status_key(name)), repeats=True))
 
 
 def _described(status: QueryStatus | None) -> str:
@@ -106,9 +105,8 @@ def _list(arguments: argparse.Namespace) -> None:
 
     catalog, states = with_servers(arguments, gather)
     if arguments.json:
-        values = {
-            name: write_query(each) | {"status": _as_data(states[name])} for name, each in catalog.queries.items()
-        }
+        queries = catalog.queries.items()
+        values = {name: write_query(each) | {"status": _as_data(states[name])} for name, each in queries}
         sys.stdout.write(json.dumps({"queries": values, "faults": catalog.faults}) + "\n")
         return
     for name, each in sorted(catalog.queries.items()):
