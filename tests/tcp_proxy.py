@@ -91,8 +91,8 @@ class Proxy:
             passing = self._passing
             await passing.wait()
             from_, to = await asyncio.open_connection("127.0.0.1", self._to, limit=CHUNK_BYTES)
-            ways = ((reader, to, passing), (from_, writer, passing, self._answering))
-            ends = [asyncio.create_task(self._pass(*way)) for way in ways]
+            ways = self._pass(reader, to, passing), self._pass(from_, writer, passing, self._answering)
+            ends = [asyncio.create_task(way) for way in ways]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:

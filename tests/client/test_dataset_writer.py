@@ -53,8 +53,9 @@ class Servers:
             self.put(name, entry_of(read_dataset(name, definition)))
 
     def execute(self, id_: str, *command: Any) -> Any:
-        with redis.Redis.from_url(self.by_id[id_].url) as client:
-            return client.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
+        client: Any = redis.Redis.from_url(self.by_id[id_].url)  # pyright: ignore[reportUnknownMemberType]
+        with client:
+            return client.execute_command(*command)
 
     def put(self, name: str, entry: Entry) -> None:
         for id_ in self.by_id:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import executions_key, executions_server, restart_key
+from dynamoth.data.executions import Window, executions_key, executions_server, restart_key
 from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions
 from dynamoth_analytics.cluster.dropping import end_dropped
@@ -20,7 +21,7 @@ from tests.data_cluster.world import World, reports, until
 
 
 @contextmanager
-def running(*runners: QueryRunner) -> Iterator[None]:
+def running(*runners: QueryRunner) -> Generator[None]:
     """Stop queries at the end; an execution that runs may end."""
     try:
         yield
@@ -56,6 +57,7 @@ def test_records_become_result_sets_of_those_who_are_interested(driver: SparkSes
     assert [each["execution"] for each in written] == [*range(1, len(written) + 1)]
     for before, after in pairwise(written):
         assert after["start"] == before["end"], "windows follow each other"
+    assert all(each["end"]["sealed_ms"] >= each["end"]["tick_ms"] for each in written)
     assert sum(each["rows"] for each in written) == 5
     progress, status = world.progress("of_type"), world.status("of_type")
     assert progress is not None
@@ -63,6 +65,22 @@ def test_records_become_result_sets_of_those_who_are_interested(driver: SparkSes
     assert status is not None
     assert (status.state, status.execution, status.interests) == ("running", len(written), 4)
     assert status.counts["rows"] == 5
+
+
+def test_who_is_registered_before_a_window_is_sealed_is_part_of_it(driver: SparkSession, world: World) -> None:
+    """Also behind its tick: records that were stored after that may be in the window."""
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    world.append(dataset, *reports("fire", "a"))
+    context = world.context(driver)
+    runner = world.runner(context, query, dataset)
+    records = driver.read.format("dynamoth").options(**context.source_options()).option("dataset", "reports").load()
+    runner.table.refresh()
+    registered_ms = driver.read.parquet(str(runner.table.file())).collect()[0]["_registered"]
+    for execution, sealed_ms in enumerate((registered_ms - 1, registered_ms), 1):
+        end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": {}}
+        runner._run(records, execution, Window({}, end))  # pyright: ignore[reportPrivateUsage]
+    assert [payload["execution"] for payload in world.log(interest)] == [2]
 
 
 def test_without_its_checkpoint_a_query_goes_on_exactly(driver: SparkSession, world: World) -> None:
@@ -87,11 +105,10 @@ def test_an_execution_that_was_published_in_part_is_repeated_once_for_each(drive
     dataset, query = world.set_dataset(), world.set_query()
     interests = {each: world.register("of_type", {"type": each}) for each in ("fire", "flood", "quake", "storm")}
     spoiled = interests["quake"]
-    runner = world.runner(world.context(driver), query, dataset)
+    runner = world.runner(replace(world.context(driver), append_retry_s=0.0), query, dataset)
     meta = log_keys(spoiled)[0]
     world.servers.run(world.server_of(spoiled), (b"SET", meta, b"not a hash"))
-    with pytest.MonkeyPatch.context() as patch, running(runner):
-        patch.setattr("dynamoth_analytics.cluster.publishing.RETRY_S_MAX", 0.0)
+    with running(runner):
         until(lambda: runner.status.state == "running", runner)
         world.append(dataset, *(report for each in interests for report in reports(each, f"{each} 1")))
         until(lambda: runner.is_failing, runner)

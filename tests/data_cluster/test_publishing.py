@@ -1,10 +1,12 @@
 """What Spark's workers do with result sets, called here without Spark, on real Redis servers."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +18,6 @@ import redis
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, unpack_publication
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.publishing import Fenced, Publication
 from dynamoth_analytics.cluster.servers import LogServerFailed
 from tests.data_cluster.world import World
@@ -42,7 +43,7 @@ def interests(count: int) -> list[str]:
 
 
 @contextmanager
-def heard(world: World, interest: str) -> Iterator[Any]:
+def heard(world: World, interest: str) -> Generator[Any]:
     """Subscribe to the notifications of an interest, at the one server of the cluster."""
     client: Any = redis.Redis.from_url(world.server_url)
     subscriber = client.pubsub(ignore_subscribe_messages=True)
@@ -118,16 +119,13 @@ def test_a_former_data_cluster_publishes_nothing(world: World) -> None:
     assert world.rows(one) == [[6]]
 
 
-def test_a_log_that_refuses_fails_the_execution_and_the_repetition_completes_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publishing, "RETRY_S_MAX", 0.0)
+def test_a_log_that_refuses_fails_the_execution_and_the_repetition_completes_it(world: World) -> None:
     ids = interests(20)
     spoiled = ids[10]
     world.servers.run(world.server_of(spoiled), (b"SET", log_keys(spoiled)[0], b"no hash"))
     results = [(each, 1, "[1]") for each in ids]
     with pytest.raises(LogServerFailed, match="WRONGTYPE"):
-        publish(publication(world), *results)
+        publish(publication(world, retry_s=0.0), *results)
     world.servers.run(world.server_of(spoiled), (b"DEL", log_keys(spoiled)[0]))
     assert any(world.log(each) for each in ids), "a part was stored"
     counts = publish(publication(world), *results)

@@ -13,6 +13,8 @@ they were loaded then, and the interests that were registered before its end was
 A failure ends the stream. It is started again later, with the same window: nothing is skipped.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
@@ -48,6 +50,7 @@ from dynamoth.data.executions import (
 )
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
 from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
 from dynamoth_analytics.cluster.interest_table import REGISTERED, InterestTable, interest_schema
@@ -85,6 +88,8 @@ class ClusterContext:
     term: int
     ttl_s: float
     snapshots: KeyedSnapshots
+    #: Appends to a log server that fails are tried again for this time.
+    append_retry_s: float = publishing.RETRY_S_MAX
     #: Set when a newer data cluster was met: this one has to end.
     fenced: threading.Event = field(default_factory=threading.Event)
 
@@ -101,7 +106,7 @@ class ClusterContext:
         return Publication(
             self.servers, self.cluster_url, query.name, query.version, execution, tick_ms, self.term,
             query.inline_bytes_max if query.delivery == "inline" else -1, query.result_bytes_max, query.retained_min,
-            max(self.ttl_s, query.keep_s),
+            max(self.ttl_s, query.keep_s), self.append_retry_s,
         )  # fmt: skip
 
     def checkpoint(self, query: str) -> CheckpointFolder:

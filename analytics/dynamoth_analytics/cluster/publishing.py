@@ -4,6 +4,8 @@ An append is idempotent by execution, and fenced by term. So a task that Spark r
 after a crash, stores each result set once. It publishes again, and brokers drop what they have.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import asyncio
@@ -33,7 +35,7 @@ COMMAND_BYTES_MAX = 1_000_000
 
 RETRY_S = 0.5
 RETRY_S_MAX = 30.0
-"""A log server that fails is tried again this often, and for this time before the execution fails."""
+"""A log server that fails is tried again this often, and by default for this time."""
 
 METRICS_SCHEMA = "result_sets long, rows long, bytes long, repeated long, too_large long, unpublished long"
 
@@ -61,12 +63,16 @@ class Publication:
     result_bytes_max: int
     retained_min: int
     ttl_s: float
+    #: A log server that fails is tried again for this time; then the execution fails, and is repeated as a whole.
+    retry_s: float = RETRY_S_MAX
 
     def publish(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Publish Arrow batches with the columns interest, rows and result; yield one batch of ``METRICS_SCHEMA``."""
         import pyarrow as arrow  # pyright: ignore[reportMissingTypeStubs] workers import it when they need it
 
-        counts = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
+        counts: dict[str, int] = dict.fromkeys(
+            ("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0
+        )
 
         def payloads() -> Iterator[tuple[str, bytes]]:
             for batch in batches:
@@ -81,7 +87,7 @@ class Publication:
     def publish_payloads(self, payloads: Iterable[tuple[str, bytes]], counts: dict[str, int]) -> None:
         """Publish one payload for each of these interests, and count.
 
-        Raises LogServerFailed (a server has not answered for ``RETRY_S_MAX``) and Fenced.
+        Raises LogServerFailed (a server has not answered for ``retry_s``) and Fenced.
         """
         by_server: dict[str, list[tuple[str, bytes]]] = {id_: [] for id_ in self.servers.ids}
         sizes = dict.fromkeys(by_server, 0)
@@ -124,7 +130,7 @@ class Publication:
     def _append(self, server: str, results: Sequence[tuple[str, bytes]]) -> list[Appended]:
         """Append to the logs of one server, again and again until it answers or the time is over."""
         options = LogOptions(self.retained_min, self.ttl_s, self.servers.durable)
-        deadline = time.monotonic() + RETRY_S_MAX
+        deadline = time.monotonic() + self.retry_s
         while True:
             try:
                 new = [(interest, payload, secrets.randbits(64)) for interest, payload in results]

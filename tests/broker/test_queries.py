@@ -1,0 +1,243 @@
+"""Queries and datasets in the machine of a broker: what waits for what, and what a failure does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of
+from dynamoth.data.datasets import Dataset, Field
+from dynamoth.data.queries import Parameter, StandingQuery
+from dynamoth.data.records import APPEND_SCRIPT
+from dynamoth.data.registrations import REGISTER_SCRIPT
+from dynamoth.edge.frames import Error, MovedIn, Published, PublishRequest, Subscribed, SubscriptionRequest
+from dynamoth.edge.interests import channel_interest, query_interest
+from dynamoth.edge.log import FENCED
+from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
+from dynamoth.machine.events import ErrorReply, LinkDown, Replied, Send
+from dynamoth_broker.definitions import BELIEVED_S
+from dynamoth_broker.events import (
+    ChannelConfirmed,
+    Closed,
+    Grant,
+    Publications,
+    RecordsAnswered,
+    RecordsPosted,
+    SubscribeChannel,
+)
+from tests.broker.test_machine import EPOCH, LOG, NO_PINGS, Broker, frames, offsets, reads
+from tests.machines.helpers import only
+
+OPTIONS = replace(NO_PINGS, has_data_cluster=True)
+ANN = Grant("ann", publish=("*",))
+NEAR = StandingQuery(
+    "near", "...", "reports", 10, (Parameter("user", "string"),), keep_s=100.0, bind=(("user", "$sub"),)
+)
+REPORTS = Dataset("reports", "append", (Field("id", "string"), Field("n", "int")), partitions=1, id="id")
+INTEREST = query_interest("near", {"user": "ann"})
+REQUEST = SubscriptionRequest(1, INTEREST, None)
+D = channel_interest("d:reports")
+
+
+def asked(actions: list[Any], key: bytes) -> list[Send]:
+    return [send for send in reads(actions) if send.args[:2] == (b"HMGET", key)]
+
+
+def scripts(actions: list[Any], script: bytes) -> list[Send]:
+    return [send for send in reads(actions) if send.args[1] == script]
+
+
+def defined(broker: Broker, ask: Send, definition: Dataset | StandingQuery | None) -> list[Any]:
+    """Let the log server answer with a definition."""
+    value = None
+    if definition is not None:
+        entry = entry_of(definition)
+        value = b"%d %s" % (entry.version, json.dumps(entry.definition).encode())
+    return broker.tell(Replied(LOG, ask.tag, [value]))
+
+
+def joining(request: SubscriptionRequest = REQUEST, connection: int = 1) -> tuple[Broker, Send]:
+    """Return a broker whose user waits for the registration of a query, and the command that registers it."""
+    broker = Broker(OPTIONS)
+    actions = broker.open(connection, request, grant=ANN)
+    [ask] = asked(actions, QUERIES_KEY)
+    [register] = scripts(defined(broker, ask, NEAR), REGISTER_SCRIPT)
+    return broker, register
+
+
+def opened(broker: Broker, tip: int = 5) -> list[Any]:
+    """Confirm the channel, and answer the read of the log's end."""
+    [read] = reads(broker.tell(ChannelConfirmed(INTEREST.log_channel)))
+    return broker.page(read, tip)
+
+
+@pytest.mark.parametrize("registered_last", [False, True])
+def test_a_user_is_confirmed_when_the_interest_is_registered_and_the_log_is_open(registered_last: bool) -> None:
+    broker, register = joining()
+    steps = [lambda: opened(broker), lambda: broker.tell(Replied(LOG, register.tag, 1))]
+    first, second = reversed(steps) if not registered_last else steps
+    assert frames(first(), 1) == []
+    assert frames(second(), 1) == [Subscribed(1, INTEREST.id, Position(EPOCH, 5)), MovedIn()]
+
+
+def test_the_channel_is_joined_while_the_interest_is_registered() -> None:
+    broker = Broker(OPTIONS)
+    assert only(SubscribeChannel, broker.open(1, REQUEST, grant=ANN)) == [SubscribeChannel(INTEREST.log_channel)]
+
+
+def test_users_of_one_interest_share_a_registration() -> None:
+    broker, register = joining()
+    opened(broker)
+    actions = broker.open(2, REQUEST, grant=ANN)
+    assert scripts(actions, REGISTER_SCRIPT) != [], "it has not been answered yet: it is safe to repeat"
+    done = broker.tell(Replied(LOG, register.tag, 1))
+    assert [type(each) for each in (*frames(done, 1), *frames(done, 2))] == [Subscribed, MovedIn] * 2
+    later = broker.open(3, REQUEST, grant=ANN)
+    assert scripts(later, REGISTER_SCRIPT) == []
+    assert [type(each) for each in frames(later, 3)[-2:]] == [Subscribed, MovedIn]
+
+
+@pytest.mark.parametrize("reply", [ErrorReply("OOM"), "down", "late"])
+def test_a_registration_that_fails_refuses_for_now(reply: Any) -> None:
+    broker, register = joining()
+    opened(broker)
+    if reply == "down":
+        actions = broker.tell(LinkDown(LOG, "lost"))
+    elif reply == "late":
+        actions = broker.pass_time(OPTIONS.log_wait_s)
+    else:
+        actions = broker.tell(Replied(LOG, register.tag, reply))
+    [refusal, _] = frames(actions, 1)
+    assert isinstance(refusal, Error)
+    assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+
+
+def test_without_a_log_server_nobody_says_that_a_query_is_unknown() -> None:
+    broker = Broker(OPTIONS)
+    broker.tell(LinkDown(LOG, "lost"))
+    [refusal] = only(Error, frames(broker.open(1, REQUEST, grant=ANN), 1))
+    assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+
+
+def test_an_unknown_query_is_asked_for_again_when_what_is_known_is_old() -> None:
+    broker = Broker(OPTIONS)
+    [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
+    [refusal, _] = frames(defined(broker, ask, None), 1)
+    assert (refusal.code, refusal.retry) == ("unknown_query", "never")
+    assert asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY) == []
+    broker.pass_time(BELIEVED_S)
+    assert asked(broker.open(3, REQUEST, grant=ANN), QUERIES_KEY) != []
+
+
+def test_an_interest_is_renewed_while_it_has_users() -> None:
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    renewals = scripts(broker.pass_time(NEAR.keep_s / 4 + 1), REGISTER_SCRIPT)
+    assert [INTEREST.id.encode() in send.args for send in renewals[:1]] == [True]
+    broker.tell(Replied(LOG, renewals[-1].tag, 0))
+    broker.tell(Closed(1))
+    assert scripts(broker.pass_time(NEAR.keep_s), REGISTER_SCRIPT) == []
+
+
+def test_a_renewal_that_fails_is_repeated() -> None:
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    [first, *_] = scripts(broker.pass_time(NEAR.keep_s / 4 + 1), REGISTER_SCRIPT)
+    broker.tell(Replied(LOG, first.tag, ErrorReply("OOM")))
+    assert scripts(broker.pass_time(2.5), REGISTER_SCRIPT) != []
+
+
+def test_a_notice_has_the_log_read_once_for_all() -> None:
+    broker, register = joining()
+    opened(broker, tip=0)
+    broker.tell(Replied(LOG, register.tag, 1))
+    broker.open(2, REQUEST, grant=ANN)
+    notice = pack_publication(LoggedPublication(EPOCH, 1, None))
+    [read] = reads(broker.tell(Publications([(INTEREST.log_channel, notice)])))
+    assert reads(broker.tell(Publications([(INTEREST.log_channel, notice)]))) == [], "it is being read"
+    actions = broker.page(read, 1, 1)
+    assert offsets(actions, 1) == offsets(actions, 2) == [1]
+    [again] = reads(actions)  # a notice came during the read, which may not have seen its publication
+    assert offsets(broker.page(again, 1), 1) == []
+    assert reads(broker.tell(Publications([(INTEREST.log_channel, notice)]))) == [], "it is known"
+
+
+def test_a_notice_before_the_log_is_open_is_no_loss() -> None:
+    broker, register = joining()
+    broker.tell(Replied(LOG, register.tag, 1))
+    [tip] = reads(broker.tell(ChannelConfirmed(INTEREST.log_channel)))
+    broker.tell(Publications([(INTEREST.log_channel, pack_publication(LoggedPublication(EPOCH, 6, None)))]))
+    [read] = reads(broker.page(tip, 5))
+    assert offsets(broker.page(read, 6, 6), 1) == [6]
+
+
+# Records.
+
+
+def publish(broker: Broker, ref: int, record: Any, connection: int = 1) -> list[Any]:
+    return broker.frame(connection, PublishRequest(ref, D, json.dumps(record).encode()))
+
+
+def publishing() -> Broker:
+    """Return a broker that knows the dataset."""
+    broker = Broker(OPTIONS)
+    broker.open(1, grant=ANN)
+    [ask] = asked(publish(broker, 0, {"id": "a", "n": 0}), DATASETS_KEY)
+    [append] = scripts(defined(broker, ask, REPORTS), APPEND_SCRIPT)
+    assert frames(broker.tell(Replied(LOG, append.tag, [1 << 40])), 1) == [Published(0)]
+    return broker
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "retry"),
+    [
+        ([5], None, None),
+        ([0], None, None),
+        (ErrorReply("FULL: 9 records wait for the archive"), "dataset_full", "later"),
+        (ErrorReply("ERR FULL: 9 records wait"), "dataset_full", "later"),
+        (ErrorReply("OOM command not allowed"), "log_unavailable", "later"),
+        (b"?", "unknown_outcome", "later"),
+    ],
+)
+def test_what_the_log_server_says_of_a_record(reply: Any, code: str | None, retry: str | None) -> None:
+    broker = publishing()
+    [append] = scripts(publish(broker, 7, {"id": "b", "n": 1}), APPEND_SCRIPT)
+    [answer] = frames(broker.tell(Replied(LOG, append.tag, reply)), 1)
+    if code is None:
+        assert answer == Published(7)
+    else:
+        assert (answer.code, answer.retry, answer.ref) == (code, retry, 7)
+
+
+def test_a_record_without_an_answer_may_be_stored() -> None:
+    broker = publishing()
+    publish(broker, 7, {"id": "b", "n": 1})
+    [answer] = frames(broker.tell(LinkDown(LOG, "lost")), 1)
+    assert (answer.code, answer.retry) == ("unknown_outcome", "later")
+    [refusal] = frames(publish(broker, 8, {"id": "c", "n": 1}), 1)
+    assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+
+
+def test_records_of_one_request_are_one_command_and_answered_together() -> None:
+    broker = publishing()
+    records = [b'{"id": "x", "n": 1}', b"bad", b'{"id": "y", "n": 2}']
+    actions = broker.tell(RecordsPosted("request", "reports", records, ANN))
+    letters, append = scripts(actions, APPEND_SCRIPT)
+    if len(letters.args) > len(append.args):
+        letters, append = append, letters
+    assert only(RecordsAnswered, actions) == []
+    assert only(RecordsAnswered, broker.tell(Replied(LOG, letters.tag, [3]))) == []
+    [answer] = only(RecordsAnswered, broker.tell(Replied(LOG, append.tag, [8, 0])))
+    assert [code for code, _ in answer.outcomes] == ["stored", "bad_record", "duplicate"]
+
+
+def test_a_fence_of_logs_is_no_matter_of_records() -> None:
+    broker = publishing()
+    [append] = scripts(publish(broker, 7, {"id": "b", "n": 1}), APPEND_SCRIPT)
+    [answer] = frames(broker.tell(Replied(LOG, append.tag, ErrorReply(FENCED))), 1)
+    assert answer.code == "log_unavailable"
