@@ -1,0 +1,312 @@
+"""``dynamoth dataset`` and ``dynamoth query``, with real log servers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.parquet as parquet  # pyright: ignore[reportMissingTypeStubs]
+import pytest
+import redis
+
+from dynamoth.data.executions import (
+    QueryStatus,
+    executions_key,
+    executions_server,
+    parse_progress,
+    restart_key,
+    store_status_command,
+)
+from dynamoth.data.records import partition_name, partition_server
+from dynamoth.data.registrations import register_command
+from dynamoth_cli.local.child import dynamoth_command
+from dynamoth_cli.local.cluster import environment_without_settings
+from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_cli.main import main
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+
+SPARK_TIMEOUT_S = 180.0
+
+DEFINITIONS = """
+[datasets.reports]
+kind = "append"
+id = "id"
+fields = { id = "string", type = "string", size = "int?", hot = "bool?", at = "timestamp?" }
+
+[datasets.shelters]
+kind = "static"
+fields = { id = "string", type = "string" }
+
+[queries.of_type]
+on = "reports"
+reads = ["shelters"]
+period_s = 10
+parameters = { type = "string" }
+sql = "SELECT r.id, s.id AS shelter FROM reports r JOIN shelters s ON s.type = r.type WHERE r.type = :type"
+"""
+
+
+@dataclass
+class Console:
+    """The commands, with two log servers."""
+
+    urls: dict[str, str]
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+
+    def run(self, *words: str, code: int = EXIT_DONE) -> str:
+        """Run a command; return what it prints, errors if it has to fail."""
+        logs = " ".join(f"{id_}={url}" for id_, url in self.urls.items())
+        got = main([*words, "--logs", logs])
+        shown = self.capture.readouterr()
+        assert got == code, shown
+        return shown.err if code else shown.out
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self.run(*words, "--json"))
+
+    def write(self, text: str, name: str = "definitions.toml") -> str:
+        (self.folder / name).write_text(text)
+        return str(self.folder / name)
+
+    def set(self, text: str = DEFINITIONS, *words: str, code: int = EXIT_DONE) -> str:
+        return self.run("dataset", "set", self.write(text), *words, code=code)
+
+    def execute(self, id_: str, *command: Any) -> Any:
+        with redis.Redis.from_url(self.urls[id_]) as client:
+            return client.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
+
+    def of_query(self, name: str, *command: Any) -> Any:
+        """Execute a command at the server that has a query's progress."""
+        return self.execute(executions_server(name, tuple(self.urls)), *command)
+
+
+@pytest.fixture
+def console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Console]:
+    with EmbeddedRedis() as first, EmbeddedRedis() as second:
+        yield Console({"l1": first.url, "l2": second.url}, tmp_path, capsys)
+
+
+def test_definitions_are_registered_shown_changed_and_dropped(console: Console) -> None:
+    assert "there are no datasets" in console.run("dataset", "list")
+    assert "there are no queries" in console.run("query", "list")
+    assert console.set().splitlines() == [
+        "dataset reports: registered, version 1",
+        "dataset shelters: registered, version 1",
+        "query of_type: registered, version 1",
+    ]
+    assert console.run("query", "set", str(console.folder / "definitions.toml")).splitlines() == [
+        "dataset reports: unchanged, version 1",
+        "dataset shelters: unchanged, version 1",
+        "query of_type: unchanged, version 1",
+    ]
+    listed = console.run("dataset", "list").splitlines()
+    assert [line.split()[:2] for line in listed] == [["reports", "append"], ["shelters", "static"]]
+    assert "size int?" in listed[0]
+    added = DEFINITIONS.replace("size =", 'street = "string?", size =').replace("period_s = 10", "period_s = 5")
+    assert console.set(added).splitlines() == [
+        "dataset reports: changed, version 2",
+        "dataset shelters: unchanged, version 1",
+        "query of_type: changed, version 2",
+    ]
+    assert console.json("dataset", "list")["datasets"]["reports"]["fields"]["street"] == "string?"
+    assert console.json("query", "show", "of_type")["period_s"] == 5
+    assert "is used by the query 'of_type'" in console.run("dataset", "drop", "reports", code=EXIT_REFUSED)
+    assert "dropped, version 3" in console.run("query", "drop", "of_type")
+    assert "there is no query 'of_type'" in console.run("query", "drop", "of_type", code=EXIT_REFUSED)
+    assert "dropped, version 3" in console.run("dataset", "drop", "reports")
+    assert "there is no dataset 'reports'" in console.run("dataset", "show", "reports", code=EXIT_REFUSED)
+    assert console.json("dataset", "list")["datasets"].keys() == {"shelters"}
+    assert "dataset reports: registered, version 4" in console.set()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('size = "int?"', 'size = "string?"', "with the field 'size' of type int"),
+        ('size = "int?"', 'size = "int?", street = "string"', "a new one is optional ('string?')"),
+        ('hot = "bool?", ', "", "with the field 'hot'"),
+        ('id = "id"', 'id = "id"\npartitions = 7', "another partitions: drop it first"),
+    ],
+)
+def test_changes_that_stored_records_do_not_fit_are_refused(console: Console, old: str, new: str, says: str) -> None:
+    console.set()
+    changed = DEFINITIONS.replace(old, new)
+    assert changed != DEFINITIONS
+    assert says in console.set(changed, code=EXIT_REFUSED)
+    assert console.json("dataset", "show", "reports")["version"] == 1
+    assert "reports: changed, version 2" in console.set(changed, "--force")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("no TOML", "is no TOML"),
+        ("", "defines nothing"),
+        ("[servers]\n", "'servers' is unknown"),
+        ("[datasets.a]\nkind = 'append'\n", "dataset 'a' has no fields"),
+        (DEFINITIONS.replace('"bool?"', '"text"'), "types are string, int, float, bool, timestamp"),
+        (DEFINITIONS.replace("FROM reports", "FROM report"), "report"),
+        (DEFINITIONS.replace("= :type", "= :kind"), "kind"),
+    ],
+)
+def test_files_with_faults_change_nothing(console: Console, text: str, says: str) -> None:
+    assert says in console.set(text, code=EXIT_REFUSED)
+    assert console.json("dataset", "list") == {"datasets": {}, "faults": {}}
+
+
+def test_files_are_loaded_and_shown(console: Console) -> None:
+    console.set()
+    lines = '{"id": "a", "type": "fire", "size": 1}\n\n{"id": "b", "type": "fire"}\n'
+    jsonl = console.write(lines, "some.jsonl")
+    csv = console.write("id,type,size,hot\nc,flood,7,true\nd,flood,,\n", "some.csv")
+    columns = {"id": ["e", "a"], "type": ["snow", "snow"], "size": [5, None]}
+    parquet.write_table(arrow.table(columns), console.folder / "some.parquet")  # pyright: ignore[reportUnknownMemberType]
+    loaded = console.run("dataset", "load", "reports", jsonl, csv, str(console.folder / "some.parquet"))
+    assert loaded == "5 stored, 1 duplicates, 0 refused\n"
+    tail = [json.loads(line) for line in console.run("dataset", "tail", "reports", "--json").splitlines()]
+    assert {each["id"]: each for each in tail} == {
+        "a": {"id": "a", "type": "fire", "size": 1},
+        "b": {"id": "b", "type": "fire"},
+        "c": {"id": "c", "type": "flood", "size": 7, "hot": True},
+        "d": {"id": "d", "type": "flood"},
+        "e": {"id": "e", "type": "snow", "size": 5},
+    }
+    [last] = console.run("dataset", "tail", "reports", "--last", "1").splitlines()
+    assert " s ago  {" in last
+    shown = console.json("dataset", "show", "reports")
+    assert (shown["stored"], shown["restarts"], shown["dead_letters"]) == (5, 0, 0)
+    assert "there is no file" in console.run("dataset", "load", "reports", "missing.jsonl", code=EXIT_REFUSED)
+    other = console.write("x", "some.xml")
+    assert "ends with .jsonl, .csv or .parquet" in console.run("dataset", "load", "reports", other, code=EXIT_REFUSED)
+
+
+def test_refused_records_are_named_counted_and_kept_aside(console: Console) -> None:
+    console.set()
+    file = console.write("id,type,size\na,fire,1\nb,fire,big\n,,\n", "some.csv")
+    assert (
+        main(["dataset", "load", "reports", file, "--logs", " ".join(f"{k}={v}" for k, v in console.urls.items())]) == 1
+    )
+    shown = console.capture.readouterr()
+    assert "record 2: field 'size' is a whole number" in shown.err
+    assert "dataset dead reports" in shown.out
+    dead = console.run("dataset", "dead", "reports")
+    assert f"(from file {file})" in dead
+    letters = [json.loads(line) for line in console.run("dataset", "dead", "reports", "--json").splitlines()]
+    assert any(json.loads(each["record"])["size"] == "big" for each in letters)
+    assert console.json("dataset", "show", "reports")["dead_letters"] == len(letters)
+    assert len(dead.splitlines()) == len(letters)
+
+
+def test_a_static_dataset_is_replaced_as_a_whole_or_not_at_all(console: Console) -> None:
+    console.set()
+
+    def ids() -> list[str]:
+        lines = console.run("dataset", "tail", "shelters", "--json").splitlines()
+        return sorted(json.loads(line)["id"] for line in lines)
+
+    def load(*rows: str, code: int = EXIT_DONE) -> str:
+        file = console.write("\n".join(["id,type", *rows, ""]), "shelters.csv")
+        return console.run("dataset", "load", "shelters", file, code=code)
+
+    assert "2 stored" in load("a,fire", "b,flood")
+    assert ids() == ["a", "b"]
+    assert "1 stored" in load("c,fire")
+    assert ids() == ["c"]
+    assert "nothing was loaded" in load("d,fire", "e,fire,1", code=EXIT_REFUSED)
+    assert ids() == ["c"]
+    shown = console.json("dataset", "show", "shelters")
+    assert (shown["loaded"], shown["version"], shown["stored"]) == (2, 3, 1)
+    old = partition_name("shelters@1", 0)
+    server = partition_server(old, tuple(console.urls))
+    assert 0 < console.execute(server, b"TTL", f"__dynamoth__:data:{{{old}}}:meta") <= 3600
+    assert "unchanged, version 3" in console.set(), "its definition does not say how often it was loaded"
+
+
+def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None:
+    console.set()
+    assert "is `dynamoth data-cluster` running?" in console.run("query", "list")
+    progress = parse_progress(console.of_query("of_type", b"GET", executions_key("of_type")))
+    assert progress is not None and progress.is_done and progress.execution == 0
+    status = QueryStatus(execution=7, ended_ms=1, seconds=0.25, interests=3, counts={"rows": 12})
+    console.of_query("of_type", *store_status_command("of_type", status, 1))
+    console.execute("l1", *register_command("of_type", [("i1", '{"type":"fire"}', 60.0)]))
+    assert "execution 7" in console.run("query", "list")
+    shown = console.run("query", "show", "of_type")
+    assert ["rows", "12"] in [line.split() for line in shown.splitlines()]
+    values = console.json("query", "show", "of_type")
+    assert (values["registered"], values["status"]["execution"]) == (1, 7)
+    failing = QueryStatus(state="failing", reason="overflow", since_ms=1)
+    console.of_query("of_type", *store_status_command("of_type", failing, 1))
+    assert "overflow" in console.run("query", "list")
+    assert console.json("query", "list")["queries"]["of_type"]["status"]["state"] == "failing"
+    assert "is skipped" in console.run("query", "restart", "of_type")
+    assert int(console.of_query("of_type", b"GET", restart_key("of_type"))) > 1
+    assert "there is no query 'other'" in console.run("query", "restart", "other", code=EXIT_REFUSED)
+
+
+def test_a_log_server_that_cannot_be_reached_is_named(console: Console, free_port: int) -> None:
+    console.set()
+    console.urls["l2"] = f"redis://127.0.0.1:{free_port}"
+    assert "log server l2" in console.run("dataset", "list", code=EXIT_FAILED)
+    console.urls = {"l?": "redis://127.0.0.1"}
+    assert "ID=URL expected" in console.run("query", "list", code=EXIT_REFUSED)
+    console.urls = {}
+    assert "--logs 'l1=redis://HOST:PORT'" in console.run("query", "list", code=EXIT_REFUSED)
+
+
+def test_log_servers_come_from_the_file_of_settings(console: Console) -> None:
+    console.set()
+    logs = " ".join(f"{id_}={url}" for id_, url in console.urls.items())
+    config = console.write(f'[data_cluster]\nlogs = "{logs}"\n', "dynamoth.toml")
+    assert main(["dataset", "list", "--json", "--config", config]) == EXIT_DONE
+    assert json.loads(console.capture.readouterr().out)["datasets"].keys() == {"reports", "shelters"}
+
+
+def test_a_query_is_tried_on_samples(tmp_path: Path) -> None:
+    """With Spark, in a process of its own."""
+    file, reports, shelters = (tmp_path / name for name in ("definitions.toml", "reports.jsonl", "shelters.csv"))
+    file.write_text(DEFINITIONS)
+    reports.write_text('{"id": "a", "type": "fire"}\n{"id": "b", "type": "flood"}\n')
+    shelters.write_text("id,type\ns1,fire\ns2,fire\n")
+
+    def attempt(*words: str) -> subprocess.CompletedProcess[str]:
+        command = dynamoth_command("query", "try", str(file), "of_type", *words)
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=SPARK_TIMEOUT_S,
+            env=environment_without_settings(),
+        )  # fmt: skip
+
+    samples = ("--sample", f"reports={reports}", "--sample", f"shelters={shelters}")
+    interests = ("--params", '{"type": "fire"}', "--params", '{"type": "flood"}')
+    done = attempt(*samples, *interests, "--json")
+    assert done.returncode == EXIT_DONE, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"params": {"type": "fire"}, "rows": [{"id": "a", "shelter": "s1"}, {"id": "a", "shelter": "s2"}]},
+        {"params": {"type": "flood"}, "rows": []},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["other"], "has no query 'other'; it has of_type"),
+        (["of_type"], "give --params"),
+        (["of_type", "--params", '{"type": 1}'], "is of type string"),
+        (["of_type", "--params", "no JSON"], "--params no JSON"),
+        (["of_type", "--sample", "roads=x.csv"], "with one of reports, shelters"),
+        (["of_type", "--sample", "reports=missing.csv"], "there is no such file"),
+    ],
+)
+def test_trials_that_cannot_be_made(
+    tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "definitions.toml"
+    file.write_text(DEFINITIONS)
+    assert main(["query", "try", str(file), *words]) == EXIT_REFUSED
+    assert says in capsys.readouterr().err
