@@ -6,6 +6,8 @@ and users' places are spread evenly. Each execution is timed after one that is n
 ``--publish`` stored in the logs of a real Redis server, too.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import argparse

@@ -28,6 +28,9 @@ class Proxy:
         #: Set while bytes pass, on the present connections and on those to come.
         self._passing = asyncio.Event()
         self._passing.set()
+        #: Set while bytes pass from the server, too.
+        self._answering = asyncio.Event()
+        self._answering.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -47,6 +50,15 @@ class Proxy:
         self._passing = asyncio.Event()
         self._passing.set()
 
+    def hold_answers(self) -> None:
+        """Pass what is sent to the server, and nothing of what comes back, until ``drop``."""
+        self._answering.clear()
+
+    async def drop(self) -> None:
+        """Close the present connections, with all that was held; new ones pass everything."""
+        await self._end_tasks()
+        self._answering.set()
+
     def mend(self) -> None:
         """Pass everything again, and what has waited first."""
         self._passing.set()
@@ -61,6 +73,9 @@ class Proxy:
         """Close everything."""
         assert self._server is not None
         self._server.close()
+        await self._end_tasks()
+
+    async def _end_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -76,7 +91,8 @@ class Proxy:
             passing = self._passing
             await passing.wait()
             from_, to = await asyncio.open_connection("127.0.0.1", self._to, limit=CHUNK_BYTES)
-            ends = [asyncio.create_task(self._pass(*way, passing)) for way in ((reader, to), (from_, writer))]
+            ways = self._pass(reader, to, passing), self._pass(from_, writer, passing, self._answering)
+            ends = [asyncio.create_task(way) for way in ways]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -88,9 +104,10 @@ class Proxy:
                 if side is not None:
                     side.transport.abort()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passing: asyncio.Event) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *gates: asyncio.Event) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            await passing.wait()
+            for gate in gates:
+                await gate.wait()
             writer.write(data)
             await writer.drain()
             if self._bytes_per_s:

@@ -220,6 +220,7 @@ class Prototype:
             samples["users"].append([int(_value(text, "dynamoth_broker_sessions")) for text in texts])
             samples["moves"].append(int(_metric(http_port, "dynamoth_coordinator_moves_left_total")))
             samples["shuffled"].append(sum(each["moved"] for each in self._shuffles()))
+            samples["coordinator"] = [_metrics(http_port)]
             due = max(due + SAMPLE_S, time.monotonic())
         return samples
 
@@ -233,11 +234,14 @@ class Prototype:
         for fault in look["faults"][:5]:
             sys.stderr.write(f"  {task}: {fault}\n")
         shuffled = samples.pop("shuffled")
+        [coordinator] = samples.pop("coordinator")
         shuffles = self._shuffles()
         last = max((index for index in range(1, len(shuffled)) if shuffled[index] > shuffled[index - 1]), default=None)
         counts = ("delivered", "gaps", "lost", "repeated", "moved", "interrupted", "faults", "subscriptions")
         more = {name: float(look["counts"].get(name, 0)) for name in counts}
         more |= look["latencies"]
+        for name in ("terms", "decisions", "moves_asked", "moves_gone", "moves_refused", "moves_deadline"):
+            more[f"coordinator_{name}"] = _value(coordinator, f"dynamoth_coordinator_{name}_total")
         more |= {"published": float(published), "late_s": max(late_s, matcher_late_s)}
         return Run(
             world="prototype",

@@ -64,10 +64,6 @@ def later_moves(run: Run) -> float:
     return float(run.moved - before[-1])
 
 
-def _more(name: str) -> Callable[[Run], float]:
-    return lambda run: run.more[name]
-
-
 def _names(placement: str, schemes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{placement}/{scheme}" for scheme in schemes)
 
@@ -101,6 +97,7 @@ def _loads(placement: str) -> tuple[Claim, ...]:
                 f"{name}: part of the time with cov at most alpha ({ALPHA:g})",
                 "alpha not given",
                 bounded(each, even_ratio, least=0.9),
+                "alpha is close to the least that 400 users allow; cov is around it between two plans",
             )
             for name, each in (("LDM", ldm), ("SDM", sdm))
         ),
@@ -194,9 +191,11 @@ FIGURES: Mapping[str, PrototypeFigure] = {
                 "a shuffle begins, in every seed",
                 "yes",
                 bounded("NR/LDM+GSH", lambda run: run.shuffles, least=1, is_every=True),
+                "where the cov of NR is close to gamma, the coordinator may decide for relief",
             ),
             Claim("later migrations (from minute 12 on), LDM+GSH against LDM", "fewer", _later("NR/LDM", "NR/LDM+GSH")),
-            Claim("later migrations, SDM+GSH against SDM", "fewer", _later("NR/SDM", "NR/SDM+GSH")),
+            Claim("later migrations, SDM+GSH against SDM", "fewer", _later("NR/SDM", "NR/SDM+GSH"),
+                "our relief moves hardly anybody later, so there is little to save"),
             Claim(
                 "moves of the shuffles themselves",
                 "not counted",
@@ -235,7 +234,7 @@ FIGURES: Mapping[str, PrototypeFigure] = {
             Claim("cov", "curve only", compare(_names("NR", ALL_NEAREST), mean_cov)),
             Claim("Redis egress, kB/s", "not measured", compare(
                 _names("NR", ALL_NEAREST), lambda run: run.mean_egress(STEADY_S), KB),
-                "our shuffle groups users with the same interests"),
+                "half of the interests are of one user each: there is little to group"),
             Claim("moves, of shuffles too", "curve only", compare(_names("NR", ALL_NEAREST[1:]), moved, digits=".0f")),
             _INTACT,
         ),

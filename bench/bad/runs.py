@@ -4,6 +4,8 @@ Times and loads are those of the paper's 30 minutes: of a run whose time is comp
 divided by the factor.
 """
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json

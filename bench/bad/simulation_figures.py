@@ -36,8 +36,8 @@ SCHEMES: Mapping[str, SimScheme] = {
             name="SDM(0.15, 300)",
             settings=ours(0.15, 0.15, BETA),
         ),
-        SimScheme(name="GSH", published_shuffle=(GAMMA, THETA / CAPACITY_BYTES_PER_S)),
-        SimScheme(name="GSH at 8", published_shuffle=(GAMMA, THETA / CAPACITY_BYTES_PER_S), begin_s=SUBSCRIBED_S),
+        SimScheme(name="GSH", published_shuffle=(GAMMA, THETA)),
+        SimScheme(name="GSH at 8", published_shuffle=(GAMMA, THETA), begin_s=SUBSCRIBED_S),
         SimScheme(name="ours", settings=ours(OURS_ALPHA, OURS_TARGET, BETA, GAMMA)),
         SimScheme(name="ours at 8", settings=ours(OURS_ALPHA, OURS_TARGET, BETA, GAMMA), begin_s=SUBSCRIBED_S),
     )

@@ -36,7 +36,7 @@ from dynamoth_broker.coordinator.events import (
     Reported,
     Tick,
 )
-from dynamoth_broker.coordinator.model import LoadModel
+from dynamoth_broker.coordinator.model import LoadModel, cov, mean
 from dynamoth_broker.coordinator.placement import NearestPlacement, Newcomer, Reservations, distance_planar
 from dynamoth_broker.coordinator.relieve import Scheme
 from dynamoth_broker.coordinator.settings import CoordinatorSettings
@@ -66,7 +66,8 @@ class SimScheme:
 
     name: str
     settings: CoordinatorSettings | None = None
-    #: The published shuffle in place of the controller: gamma (a cov) and theta (a mean load ratio) begin it.
+    #: The published shuffle in place of the controller: gamma (a cov) and theta (a mean load, in bytes/s) begin it.
+    #: Both are of loads, as the paper has no capacities.
     published_shuffle: tuple[float, float] | None = None
     #: Nothing balances before: an operator's pause while users log in. 0: none.
     begin_s: float = 0.0
@@ -311,8 +312,8 @@ class VirtualEdge:
 
     def _shuffle_as_published(self, gamma: float, theta: float) -> None:
         """Begin the published shuffle where it is due and none is under way."""
-        summary = self.model.summary()
-        if summary.cov <= gamma or summary.ratio_mean <= theta or self._moved < self._shuffle_moves_planned:
+        loads = [broker.load for broker in self.model.brokers.values()]
+        if cov(loads) <= gamma or mean(loads) <= theta or self._moved < self._shuffle_moves_planned:
             return
         targets = greedy_shuffle(self.model)
         moves = [

@@ -124,9 +124,24 @@ class DatasetWriter:
         or without key and id, may be stored in another order. Raises as ``append``, but for BadRecord; some of them may
         be stored then.
         """
+        results = await self.append_each(dataset, records, source=source)
+        for each in results:
+            if isinstance(each, LogError):
+                raise each
+        return [each for each in results if isinstance(each, Stored)]
+
+    async def append_each(
+        self, dataset: str, records: Iterable[Record], *, source: str = "a backend"
+    ) -> Sequence[Stored | LogError]:
+        """Store records as ``append_many``; where a log server fails, return the error in the place of each record.
+
+        So those with LogUnavailable and DatasetFull can be repeated alone. Behind an error, no further record of the
+        same partition is stored: what has the same key stays in order. Raises UnknownDataset, and LogUnavailable when
+        the definition cannot be read.
+        """
         definition = await self._definition(dataset)
         now = time.time()
-        results: list[Stored] = []
+        results: list[Stored | LogError] = []
         by_partition: dict[int, list[_Checked]] = {}
         letters: list[_Checked] = []
         for index, record in enumerate(records):
@@ -144,28 +159,37 @@ class DatasetWriter:
         work = [self._store(definition, partition, checked) for partition, checked in by_partition.items()]
         if letters:
             work.append(self._store(dead_letters(dataset), 0, letters))
-        for is_letter, outcomes in zip([False] * len(by_partition) + [True], await run_all(work), strict=False):
-            if not is_letter:
-                for index, offset in outcomes:
-                    results[index] = Stored("stored" if offset else "duplicate")
+        for outcomes in await run_all(work):
+            for index, outcome in outcomes:
+                if isinstance(outcome, LogError):
+                    results[index] = outcome
+                elif outcome == 0:
+                    results[index] = Stored("duplicate")
         return results
 
+    async def catalog(self) -> Catalog:
+        """Return the definitions of datasets and queries, as the log servers have them now. Raises LogUnavailable."""
+        self._catalog, self._read_at = await self._links.catalog(), time.monotonic()
+        return self._catalog
+
     async def _definition(self, name: str) -> Dataset:
-        now = time.monotonic()
-        if self._catalog is None or now > self._read_at + CATALOG_S or self._catalog.dataset(name) is None:
-            self._catalog, self._read_at = await self._links.catalog(), now
-        found = self._catalog.dataset(name)
+        catalog = self._catalog
+        if catalog is None or time.monotonic() > self._read_at + CATALOG_S or catalog.dataset(name) is None:
+            catalog = await self.catalog()
+        found = catalog.dataset(name)
         if found is None:
-            reason = self._catalog.faults.get(name, "`dynamoth dataset list` shows those that there are")
+            reason = catalog.faults.get(name, "`dynamoth dataset list` shows those that there are")
             raise UnknownDataset(f"there is no dataset {name!r}: {reason}")
         if found.kind == "static":
             raise UnknownDataset(f"{name!r} is a static dataset: load it with `dynamoth dataset load`")
         return found
 
-    async def _store(self, dataset: Dataset, partition: int, records: Sequence[_Checked]) -> list[tuple[int, int]]:
-        """Store records of one partition; return index and offset of each."""
+    async def _store(
+        self, dataset: Dataset, partition: int, records: Sequence[_Checked]
+    ) -> list[tuple[int, int | LogError]]:
+        """Store records of one partition; return index and offset of each, or the error in place of its offset."""
         server = partition_server(partition_name(dataset.stream, partition), self._links.ids)
-        stored: list[tuple[int, int]] = []
+        outcomes: list[tuple[int, int | LogError]] = []
         for begin in range(0, len(records), RECORDS_PER_COMMAND_MAX):
             part = records[begin : begin + RECORDS_PER_COMMAND_MAX]
             values = [(each.value, each.id) for each in part]
@@ -173,10 +197,17 @@ class DatasetWriter:
             def command(run_id: str, values: Sequence[tuple[bytes, str]] = values) -> tuple[CommandPart, ...]:
                 return append_records_command(dataset, partition, values, "" if self._durable else run_id)
 
-            reply = await self._links.command(server, command, repeats=bool(dataset.id))
+            try:
+                reply = await self._links.command(server, command, repeats=bool(dataset.id))
+            except LogError as error:
+                outcomes += [(each.index, error) for each in part]
+                rest = error
+                if isinstance(error, UnknownOutcome):  # the others were not sent
+                    rest = LogUnavailable(f"it is not stored, as those before may be missing: {error}")
+                return outcomes + [(each.index, rest) for each in records[begin + len(part) :]]
             offsets = parse_appended_records(reply)
-            stored += [(each.index, offset) for each, offset in zip(part, offsets, strict=True)]
-        return stored
+            outcomes += [(each.index, offset) for each, offset in zip(part, offsets, strict=True)]
+        return outcomes
 
 
 class SyncDatasetWriter:

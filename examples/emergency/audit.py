@@ -8,6 +8,9 @@ the data cluster are the names of keys, and the records of which execution had w
 
 # ruff: noqa: T201 - a terminal is where this script writes
 
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import argparse

@@ -120,7 +120,8 @@ class Citizen:
             await asyncio.sleep(next_s - time.monotonic())
             next_s = max(next_s + LOCATION_INTERVAL_S, time.monotonic())
             place = self._walker.place(time.monotonic() - begin_s)
-            record = {"user": self._plan.name, "lat": place.lat, "lon": place.lon, "at": round(time.time(), 3)}
+            at = round(time.time(), 3)
+            record: dict[str, object] = {"user": self._plan.name, "lat": place.lat, "lon": place.lon, "at": at}
             try:
                 await client.publish(LOCATIONS, encode(record))
                 self._locations["stored"] += 1

@@ -6,6 +6,8 @@ what the log has, from the first position on: nothing is missing, twice or out o
 what is missing.
 """
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
@@ -245,6 +247,8 @@ class UserJudge:
                     self._skip(entry, cursor)
                 case "ended":
                     cursor.is_ended = True
+                case _:
+                    pass  # it is not about deliveries
         for (user, interest), cursor in cursors.items():
             tip = self._logs[str(interest)].tip if interest in self._logs else 0
             if not cursor.is_ended and cursor.offset < tip:

@@ -149,4 +149,5 @@ def draw_parameters(town: Town, query: str, user: str, random: Random) -> Parame
             return {"type": type_, **own}
         case "shelters_near_me":
             return {"type": type_, **own}
-    raise AssertionError(f"not a query of the application: {query}")
+        case _:
+            raise AssertionError(f"not a query of the application: {query}")

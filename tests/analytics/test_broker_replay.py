@@ -189,8 +189,10 @@ def test_reports_without_interests_keep_those_before() -> None:
     assert later.interests == report.interests and later.users == 91
 
 
-GRID = "coordinator.cov_max = [0.1, 50.0]\ncoordinator.shuffle_cov_min = 60.0\ncoordinator.cov_target = 0.05\n"
-GRID += "coordinator.ratio_high = 10.0\n"
+GRID = (
+    "coordinator.cov_max = [0.1, 50.0]\ncoordinator.shuffle_cov_min = 60.0\ncoordinator.cov_target = 0.05\n"
+    "coordinator.ratio_high = 10.0\n"
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """The scripts of records and registrations: real Redis and its model in the simulator reply alike, but for times."""
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio

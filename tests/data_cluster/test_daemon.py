@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def config_file(world: World, **settings: str) -> Path:
 
 
 @contextmanager
-def daemon(world: World) -> Iterator[Child]:
+def daemon(world: World) -> Generator[Child]:
     command = dynamoth_command("data-cluster", "--config", str(config_file(world)))
     child = Child("data-cluster", command, environment=environment_without_settings())
     child.start()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
@@ -20,7 +21,7 @@ from tests.data_cluster.world import World, reports, until
 
 
 @contextmanager
-def running(*runners: QueryRunner) -> Iterator[None]:
+def running(*runners: QueryRunner) -> Generator[None]:
     """Stop queries at the end; an execution that runs may end."""
     try:
         yield
@@ -77,7 +78,7 @@ def test_who_is_registered_before_a_window_is_sealed_is_part_of_it(driver: Spark
     runner.table.refresh()
     registered_ms = driver.read.parquet(str(runner.table.file())).collect()[0]["_registered"]
     for execution, sealed_ms in enumerate((registered_ms - 1, registered_ms), 1):
-        end = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": {}}
+        end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": {}}
         runner._run(records, execution, Window({}, end))  # pyright: ignore[reportPrivateUsage]
     assert [payload["execution"] for payload in world.log(interest)] == [2]
 

@@ -1,5 +1,7 @@
 """The mirror of registrations, on real Redis servers."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json

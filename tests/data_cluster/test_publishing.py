@@ -1,10 +1,12 @@
 """What Spark's workers do with result sets, called here without Spark, on real Redis servers."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,7 +43,7 @@ def interests(count: int) -> list[str]:
 
 
 @contextmanager
-def heard(world: World, interest: str) -> Iterator[Any]:
+def heard(world: World, interest: str) -> Generator[Any]:
     """Subscribe to the notifications of an interest, at the one server of the cluster."""
     client: Any = redis.Redis.from_url(world.server_url)
     subscriber = client.pubsub(ignore_subscribe_messages=True)

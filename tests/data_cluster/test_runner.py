@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -22,7 +22,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def data_cluster(driver: SparkSession, world: World) -> Iterator[ClusterRunner]:
+def data_cluster(driver: SparkSession, world: World) -> Generator[ClusterRunner]:
     runner = ClusterRunner(driver, world.servers, world.logs, world.cluster_url, world.folder, 3600.0)
     try:
         yield runner

@@ -1,5 +1,7 @@
 """Cells of grids: whatever is near shares a cell, exactly one, and there are few of them."""
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math

@@ -33,8 +33,8 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     status = context.status(name) or QueryStatus()
     execution = (progress.execution if progress else 0) + 1
     query = StandingQuery(name, "", "", 0, version=status.version)
-    payload, counts = dropped_payload(name, status.version), dict.fromkeys(("result_sets", "bytes", "repeated"), 0)
-    counts["unpublished"] = 0
+    payload = dropped_payload(name, status.version)
+    counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
     context.publication(query, execution, 0).publish_payloads(((each, payload) for each in interests), counts)
     window = progress.window if progress else Window({"tick_ms": 0, "offsets": {}}, {"tick_ms": 0, "offsets": {}})
     context.store_progress(name, Progress(execution, Window(window.end, window.end), is_done=True, is_dropped=True))

@@ -13,6 +13,8 @@ they were loaded then, and the interests that were registered before its end was
 A failure ends the stream. It is started again later, with the same window: nothing is skipped.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json

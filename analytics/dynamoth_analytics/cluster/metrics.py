@@ -25,6 +25,24 @@ _COUNTERS = {
     "unpublished": "Result sets that brokers were not notified of",
 }
 
+_INGESTED = {
+    "stored": "Records that applications have published and that were stored",
+    "duplicate": "Records that were published again, and not stored again",
+    "refused": "Records that were published and refused: they are among the dead letters",
+    "unknown": "Records that were published, and are stored or not: a log server's answer was lost",
+    "gaps": "Gaps: messages for datasets were lost, or may have been",
+    "missing": "Messages for datasets that were lost, as gaps say",
+}
+
+
+def collect_ingest(counts: Counter[str], waiting: int) -> Iterator[Metric]:
+    """Yield the families of what applications publish for datasets, of which so many cannot be stored now."""
+    yield _FAMILIES.gauge("ingest_waiting", "Datasets for which published records wait to be stored", waiting)
+    yield from _FAMILIES.counters(
+        {f"ingest_{name}": text for name, text in _INGESTED.items()},
+        Counter({f"ingest_{name}": counts[name] for name in _INGESTED}),
+    )
+
 
 def collect(runner: ClusterRunner) -> Iterator[Metric]:
     """Yield all families. Counts are those since the queries were registered."""

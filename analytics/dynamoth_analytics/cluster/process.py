@@ -19,7 +19,8 @@ from pyspark.sql import SparkSession
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
 from dynamoth_analytics.cluster.failures import reason_of
-from dynamoth_analytics.cluster.metrics import collect
+from dynamoth_analytics.cluster.ingest import Ingest
+from dynamoth_analytics.cluster.metrics import collect, collect_ingest
 from dynamoth_analytics.cluster.runner import ClusterRunner, TakenOver
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.source import DynamothSource
@@ -117,6 +118,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._folder = folder
         self._runner = ClusterRunner(spark, servers, config.logs, config.cluster_url, folder, config.log_ttl_s)
         self._runner.archiver.hot_records = config.hot_records
+        self._ingest = Ingest(config.cluster_url, dict(servers.urls), durable=config.log_durable)
         #: What does not work now, by kind of work.
         self._faults: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(4, "data-cluster")
@@ -129,6 +131,7 @@ class DataClusterProcess(DaemonProcess[Any]):
             ("upkeep", self._runner.tidy, UPKEEP_S),
         )
         tasks = [asyncio.ensure_future(self._keep(*each)) for each in works]
+        tasks.append(asyncio.ensure_future(self._ingest.run()))
         try:
             return await super().run()
         finally:
@@ -171,7 +174,8 @@ class DataClusterProcess(DaemonProcess[Any]):
         """Return the metrics of the data cluster."""
 
         def collected() -> Iterator[Metric]:
-            return collect(self._runner)
+            yield from collect(self._runner)
+            yield from collect_ingest(self._ingest.counts, len(self._ingest.faults))
 
         return metrics.make_registry("data_cluster", collected)
 

@@ -4,6 +4,8 @@ An append is idempotent by execution, and fenced by term. So a task that Spark r
 after a crash, stores each result set once. It publishes again, and brokers drop what they have.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import asyncio
@@ -68,7 +70,9 @@ class Publication:
         """Publish Arrow batches with the columns interest, rows and result; yield one batch of ``METRICS_SCHEMA``."""
         import pyarrow as arrow  # pyright: ignore[reportMissingTypeStubs] workers import it when they need it
 
-        counts = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
+        counts: dict[str, int] = dict.fromkeys(
+            ("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0
+        )
 
         def payloads() -> Iterator[tuple[str, bytes]]:
             for batch in batches:

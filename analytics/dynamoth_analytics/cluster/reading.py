@@ -1,5 +1,7 @@
 """Reads a range of a partition's records: from its stream at Redis, and what was trimmed there from the archive."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import io

@@ -4,6 +4,8 @@ A ``LogServers`` is only a description, which Spark copies to other processes. C
 has one pool per server, which all of its tasks share.
 """
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -24,6 +24,8 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 ==================  ===============================================================================================
 """
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json

@@ -8,13 +8,15 @@ latitude, each divided into as many columns as fit.
 Cells are computed here only, in Python for both sides: they are the same to the last bit.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from typing import Any
 
 import numpy as np
+import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -37,8 +39,6 @@ CELLS, CELLS_XY = "_cells", "_cells_xy"
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int64]
-
-arrow: Any = import_module("pyarrow")
 
 
 def level_of(radius: float) -> int:
@@ -72,11 +72,11 @@ def register(spark: SparkSession) -> None:
     spark.udf.register(CELLS_XY, arrow_udf(_cells_xy, "array<bigint>"))
 
 
-def _cells(lat: arrow.Array, lon: arrow.Array, radius: arrow.Array, level: arrow.Array) -> arrow.Array:
+def _cells(lat: pa.Array, lon: pa.Array, radius: pa.Array, level: pa.Array) -> pa.Array:
     return _listed(sphere_cells, lat, lon, radius, level)
 
 
-def _cells_xy(x: arrow.Array, y: arrow.Array, radius: arrow.Array, level: arrow.Array) -> arrow.Array:
+def _cells_xy(x: pa.Array, y: pa.Array, radius: pa.Array, level: pa.Array) -> pa.Array:
     return _listed(plane_cells, x, y, radius, level)
 
 
@@ -91,7 +91,7 @@ def _listed(cells: Any, *columns: Any) -> Any:
     counts = np.zeros(len(first), np.int64)
     counts[known] = np.bincount(rows, minlength=int(known.sum()))
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(values))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))  # pyright: ignore[reportUnknownVariableType]
 
 
 def sphere_cells(lat: _Floats, lon: _Floats, radius: _Floats, levels: _Ints) -> tuple[_Ints, _Ints]:

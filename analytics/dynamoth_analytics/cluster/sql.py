@@ -14,6 +14,9 @@ and the exact distance (``spatial``).
 What cannot be executed for all interests with exactly the same result is refused when the query is registered.
 """
 
+# pyright: reportPrivateImportUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import re

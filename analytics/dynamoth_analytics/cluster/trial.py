@@ -1,5 +1,7 @@
 """``dynamoth query try``: executes a query on sample data, without any server."""
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import argparse

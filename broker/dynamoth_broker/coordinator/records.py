@@ -305,7 +305,7 @@ def touched(moves: Sequence[Move]) -> dict[str, tuple[float, float]]:
 
 # Settings.
 
-_TYPES = {
+_TYPES: dict[str, type[Any] | tuple[type[Any], ...]] = {
     item.name: (int, float) if isinstance(item.default, float) else type(item.default)
     for item in fields(CoordinatorSettings)
 }

@@ -1,5 +1,7 @@
 """The servers of the demo: a cluster, log servers, brokers with a coordinator, and the data cluster."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """Compares settings of a coordinator by what they did to the recorded loads of brokers."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,0 +1,189 @@
+"""Stores what applications publish on ``d:NAME``, the channel of a dataset.
+
+Theory of operation
+-------------------
+The data cluster subscribes to the channel of each append and keyed dataset, and follows the catalog. Each dataset has a
+reader of its own, with connections of its own: one that cannot be stored now holds up no other one. A reader takes a
+batch of messages, stores it, and only then takes the next one. Where the log server is down, or the dataset is full,
+it tries again until the batch is stored. Meanwhile messages wait in the queue of the client (``QUEUE_MAX``). What does
+not fit into it is dropped, and a gap says how many.
+
+A message is durable only when it is stored: a publisher does not hear of that. PUBLISH returns the number of receivers;
+while no data cluster runs, it is 0 and the message is lost. What waits in the queue is lost with the process. Whoever
+needs an answer stores records with ``DatasetWriter``, or publishes at a broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis.exceptions
+
+from dynamoth.data.catalog import Catalog
+from dynamoth.data.datasets import DATASET_PREFIX
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth_client.asyncio import PubSub, Redis
+from dynamoth_client.asyncio import from_url as connect
+from dynamoth_client.datasets import DatasetFull, DatasetWriter, LogError, LogUnavailable, UnknownDataset
+
+SOURCE = "publish"
+"""Where dead letters say that their record came from."""
+
+FOLLOW_S = 2.0
+"""The catalog is read this often: so late begins a new dataset to be stored."""
+
+QUEUE_MAX = 65_536
+"""Messages of one dataset that wait to be stored."""
+
+RETRY_S = 1.0
+"""What was not stored is tried again this often."""
+
+_log = logging.getLogger("dynamoth.data-cluster")
+
+
+class Ingest:
+    """The subscriptions of a data cluster to the channels of datasets. Belongs to one event loop.
+
+    Args:
+        cluster_url: of the cluster on which applications publish.
+        logs: the log servers, URLs by id.
+        durable: whether these lose nothing when they restart.
+
+    Raises ConfigError.
+
+    """
+
+    def __init__(self, cluster_url: str, logs: Mapping[str, str], *, durable: bool = False) -> None:
+        self._cluster_url = cluster_url
+        self._writer = DatasetWriter(logs, durable=durable)
+        #: Records by outcome (stored, duplicate, refused, unknown), gaps, and the messages that these name as missing.
+        self.counts: Counter[str] = Counter()
+        #: The readers, by dataset.
+        self._readers: dict[str, asyncio.Task[None]] = {}
+        #: Datasets whose channel was subscribed to successfully.
+        self.subscribed: set[str] = set()
+        #: What does not work now, by dataset; "" is the catalog.
+        self.faults: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Store what is published, until this is cancelled. Faults are logged, and tried again."""
+        client = connect(self._cluster_url)
+        try:
+            async with self._writer:
+                try:
+                    while True:
+                        await self._follow(client)
+                        await asyncio.sleep(FOLLOW_S)
+                finally:
+                    await _end(self._readers.values())
+        finally:
+            await client.aclose()
+
+    async def _follow(self, client: Redis) -> None:
+        """Begin to read new datasets, and end what reads those that are gone."""
+        try:
+            names = _names(await self._writer.catalog())
+        except DynamothError as error:
+            self._note("", str(error))
+            return
+        self._note("", None)
+        gone = [self._readers.pop(name) for name in self._readers.keys() - names]
+        await _end(gone)
+        for name in names - self._readers.keys():
+            self._readers[name] = asyncio.create_task(self._read(client, name), name=f"ingest of {name}")
+
+    async def _read(self, client: Redis, name: str) -> None:
+        """Store what is published for one dataset, until this is cancelled."""
+        try:
+            while True:
+                try:
+                    await self._subscribe_and_read(client, name)
+                except UnknownDataset:
+                    pass  # it was dropped: the next look at the catalog ends this reader
+                except (redis.exceptions.RedisError, DynamothError, OSError) as error:
+                    self._note(name, f"{type(error).__name__}: {error}")
+                await asyncio.sleep(RETRY_S)
+        finally:
+            self.faults.pop(name, None)
+
+    async def _subscribe_and_read(self, client: Redis, name: str) -> None:
+        pubsub: PubSub = client.pubsub(ignore_subscribe_messages=True, gaps=True, max_queue=QUEUE_MAX)
+        try:
+            await pubsub.subscribe(DATASET_PREFIX + name)
+            self.subscribed.add(name)
+            self._note(name, None)
+            batches = pubsub.batches()
+            while True:
+                try:
+                    batch = await anext(batches)
+                except redis.exceptions.ConnectionError as error:  # the subscription stays, and connects again
+                    self._note(name, str(error))
+                    batches = pubsub.batches()
+                    continue
+                except StopAsyncIteration:
+                    return
+                await self._take(name, batch)
+        finally:
+            self.subscribed.discard(name)
+            await pubsub.aclose()
+
+    async def _take(self, name: str, batch: Sequence[Mapping[str, Any]]) -> None:
+        """Count gaps, and store messages."""
+        for message in batch:
+            if message["type"] == "gap":
+                self.counts["gaps"] += 1
+                self.counts["missing"] += message["data"].count or 0
+                _log.warning("messages for dataset %s may be missing: %s", name, message["data"])
+        records = [message["data"] for message in batch if message["type"] == "message"]
+        while records:
+            records = await self._store(name, records)
+            if records:
+                await asyncio.sleep(RETRY_S)
+
+    async def _store(self, name: str, records: Sequence[bytes]) -> list[bytes]:
+        """Store records; return those that have to be stored again. Raises UnknownDataset."""
+        try:
+            results = await self._writer.append_each(name, records, source=SOURCE)
+        except (LogUnavailable, ConfigError) as error:
+            self._note(name, str(error))
+            return list(records)
+        again: list[bytes] = []
+        fault: str | None = None
+        for record, result in zip(records, results, strict=True):
+            if not isinstance(result, LogError):
+                self.counts[result.outcome] += 1
+                continue
+            fault = str(result)
+            if isinstance(result, LogUnavailable | DatasetFull):
+                again.append(record)
+            else:
+                self.counts["unknown"] += 1
+        self._note(name, fault)
+        return again
+
+    def _note(self, name: str, fault: str | None) -> None:
+        """Remember what does not work, and log it once; and that it works again."""
+        before = self.faults.get(name)
+        what = f"dataset {name}" if name else "the catalog"
+        if fault is None:
+            if self.faults.pop(name, None) is not None:
+                _log.info("what is published is stored again: %s", what)
+            return
+        self.faults[name] = fault
+        if before is None:
+            _log.error("what is published waits to be stored (%s): %s", what, fault)
+
+
+def _names(catalog: Catalog) -> set[str]:
+    return {name for name, each in catalog.datasets.items() if each.kind != "static"}
+
+
+async def _end(tasks: Any) -> None:
+    ended = list(tasks)
+    for task in ended:
+        task.cancel()
+    await asyncio.gather(*ended, return_exceptions=True)
