@@ -71,6 +71,8 @@ def run(config: DataClusterConfig) -> int:
     check_session(arguments)
     with open_session(arguments, "dynamoth data-cluster") as spark:
         spark.dataSource.register(DynamothSource)
+        # Windows are small: each partition of a shuffle costs more than what is in it.
+        spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
         return asyncio.run(_run(config, servers, spark, folder))
 
 
