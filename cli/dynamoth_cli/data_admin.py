@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import sys
 import time
 import tomllib
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, Entry, entry_of, put_command
@@ -15,7 +17,7 @@ from dynamoth.data.datasets import DEAD_SUFFIX, Dataset, read_dataset
 from dynamoth.data.executions import begin_progress_command, executions_server
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
-from dynamoth.errors import ConfigError
+from dynamoth.errors import ConfigError, printable
 from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
 from dynamoth_cli.settings import add_section, link_options, load_settings
 from dynamoth_cli.text_files import UnreadableFile, read_text_file
@@ -141,12 +143,47 @@ def check_queries(queries: Mapping[str, StandingQuery], datasets: Mapping[str, D
     ]
 
 
-async def register(links: DataLinks, given: Definitions, *, force: bool) -> list[str]:
-    """Register what has changed; return a line for each definition. Raises ConfigError, LogUnavailable."""
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of one definition of a file: ``registered``, ``changed`` or ``unchanged``."""
+
+    kind: str
+    name: str
+    outcome: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What a registration has done."""
+
+    outcomes: Sequence[Outcome]
+    #: Of the SQL of queries.
+    warnings: Sequence[str]
+
+    def write(self, *, as_json: bool) -> None:
+        """Print it."""
+        if as_json:
+            print_json({"definitions": [asdict(each) for each in self.outcomes], "warnings": list(self.warnings)})
+            return
+        for warning in self.warnings:
+            sys.stdout.write(printable(warning) + "\n")
+        for each in self.outcomes:
+            sys.stdout.write(f"{each.kind} {each.name}: {each.outcome}, version {each.version}\n")
+
+
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+async def register(links: DataLinks, given: Definitions, *, force: bool) -> Registered:
+    """Register what has changed. Raises ConfigError, LogUnavailable."""
     catalog = await links.catalog()
     versions = await _versions(links)
     datasets = {**catalog.datasets, **given.datasets}
-    lines = check_queries(given.queries, datasets)
+    warnings = check_queries(given.queries, datasets)
+    outcomes: list[Outcome] = []
     changed: list[Definition] = []
     for dataset in given.datasets.values():
         before = catalog.datasets.get(dataset.name)
@@ -154,20 +191,20 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> list
             check_change(before, dataset)
         version = versions.get(("dataset", dataset.name), 0)
         new = replace(dataset, version=version, loaded=before.loaded if before is not None else 0)
-        lines.append(_line("dataset", new, before))
+        outcomes.append(_outcome("dataset", new, before))
         if new != before:
             changed.append(replace(new, version=version + 1))
     for query in given.queries.values():
         former = catalog.queries.get(query.name)
         same = replace(query, version=versions.get(("query", query.name), 0))
-        lines.append(_line("query", same, former))
+        outcomes.append(_outcome("query", same, former))
         if same != former:
             changed.append(replace(same, version=same.version + 1))
     for definition in changed:
         if isinstance(definition, StandingQuery) and definition.version == 1:
             await _begin(links, definition, datasets)
         await put(links, definition)
-    return lines
+    return Registered(outcomes, warnings)
 
 
 async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, Dataset]) -> None:
@@ -182,11 +219,11 @@ async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, 
     await links.command(executions_server(query.name, links.ids), begin_progress_command(query.name, end), repeats=True)
 
 
-def _line(kind: str, definition: Definition, before: Definition | None) -> str:
-    """Return what a registration does, for people; ``definition`` still has the version before."""
+def _outcome(kind: str, definition: Definition, before: Definition | None) -> Outcome:
+    """Return what a registration does; ``definition`` still has the version before."""
     if definition == before:
-        return f"{kind} {definition.name}: unchanged, version {definition.version}"
-    return f"{kind} {definition.name}: {'changed' if before else 'registered'}, version {definition.version + 1}"
+        return Outcome(kind, definition.name, "unchanged", definition.version)
+    return Outcome(kind, definition.name, "changed" if before else "registered", definition.version + 1)
 
 
 async def _versions(links: DataLinks) -> dict[tuple[str, str], int]:

@@ -11,6 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth import names
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY
+from dynamoth.data.executions import TERM_KEY, executions_key
+from dynamoth.data.records import partition_keys
+from dynamoth.data.registrations import registration_keys
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.positions import position_key
@@ -54,6 +58,8 @@ FORBIDDEN = (
     names.broker_channel("b1"),
     names.relay_channel(b"news.x"),
     names.PLAN_KEY,
+    DATASETS_KEY,
+    TERM_KEY,
 )
 
 
@@ -107,6 +113,26 @@ def test_a_recorder_hears_brokers_and_coordinator_and_speaks_as_neither() -> Non
     assert not allowed(coordinator.speaks, names.RECORD_CHANNEL)
 
 
+def test_records_and_interests_are_written_by_those_who_have_to_and_definitions_by_operators_alone() -> None:
+    writer, operator, cluster = (rights_of(f"data-{role}", []) for role in ("writer", "operator", "cluster"))
+    broker, client = rights_of("broker", [b"news.*"]), rights_of("client", [b"news.*"])
+    records, interests = partition_keys("reports/0"), registration_keys("near")
+    assert all(allowed(each.keys_written, key) for each in (writer, operator, cluster, broker) for key in records)
+    assert all(allowed(each.keys_written, key) for each in (operator, cluster, broker) for key in interests)
+    for each in (writer, broker):
+        assert {DATASETS_KEY, QUERIES_KEY} <= {*each.keys_read}
+        for key in (DATASETS_KEY, QUERIES_KEY, TERM_KEY, executions_key("near")):
+            assert not allowed(each.keys_written, key)
+    assert not any(allowed((*client.keys_read, *client.keys_written), key) for key in (*records, *interests))
+    assert not allowed(writer.keys_written, interests[0])
+    assert not allowed(writer.keys_written, log_keys("x")[0])
+    assert not (operator.both or operator.listens or operator.speaks or writer.both or writer.speaks)
+    assert allowed(cluster.both, b"d:reports")
+    assert allowed(cluster.both, channel_interest("near").log_channel)
+    assert not allowed((*cluster.both, *cluster.listens, *cluster.speaks), b"news.x")
+    assert not allowed(cluster.keys_written, names.PLAN_KEY)
+
+
 def test_redis_7_has_clients_listen_and_speak_on_different_names() -> None:
     rules = " ".join(make_user("client", [b"news.*"], "7").rules)
     listening, speaking = re.findall(r"\(-@all (.*?)\)", rules)
@@ -131,10 +157,18 @@ def test_a_placeholder_is_nothing_that_redis_takes_for_a_password() -> None:
 
 
 def test_passwords_come_from_the_environment_unless_a_file_has_them(tmp_path: Path) -> None:
-    environment = {"DYNAMOTH_ACL_AGENT_PASSWORD": "a", "DYNAMOTH_ACL_CLIENT_PASSWORD": "c"}
+    environment = {
+        "DYNAMOTH_ACL_AGENT_PASSWORD": "a",
+        "DYNAMOTH_ACL_CLIENT_PASSWORD": "c",
+        "DYNAMOTH_ACL_DATA_CLUSTER_PASSWORD": "d",
+    }
     file = tmp_path / "passwords"
     file.write_text("client of the file\n\n")
-    assert read_passwords(file, environment) == {"agent": "a", "client": "of the file"}
+    assert read_passwords(file, environment) == {
+        "agent": "a",
+        "client": "of the file",
+        "data-cluster": "d",
+    }
 
 
 @pytest.mark.parametrize("prefix", ["my ", "a\nuser b", 'x"', "x'"])

@@ -250,6 +250,20 @@ def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None
     assert "there is no query 'other'" in console.run("query", "restart", "other", code=EXIT_REFUSED)
 
 
+def test_changes_are_printed_as_json_as_well(console: Console) -> None:
+    file = console.write(DEFINITIONS)
+    done = console.json("dataset", "set", file)
+    assert done["warnings"] == []
+    assert done["definitions"][0] == {"kind": "dataset", "name": "reports", "outcome": "registered", "version": 1}
+    assert [each["outcome"] for each in console.json("query", "set", file)["definitions"]] == ["unchanged"] * 3
+    records = console.write('{"id": "a", "type": "fire"}\n', "some.jsonl")
+    assert console.json("dataset", "load", "reports", records) == {"stored": 1, "duplicate": 0, "refused": 0}
+    assert console.json("dataset", "load", "shelters", records) == {"stored": 1, "loaded": 1}
+    assert console.json("query", "restart", "of_type") == {"restarted": "of_type"}
+    assert console.json("query", "drop", "of_type") == {"dropped": "of_type", "version": 2}
+    assert console.json("dataset", "drop", "reports") == {"dropped": "reports", "version": 2}
+
+
 def test_a_log_server_that_cannot_be_reached_is_named(console: Console, free_port: int) -> None:
     console.set()
     console.urls["l2"] = f"redis://127.0.0.1:{free_port}"

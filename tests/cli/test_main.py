@@ -42,6 +42,7 @@ NO_STATE = {
     "agent": "a daemon: its log is JSON",
     "balancer": "a daemon: its log is JSON",
     "coordinator": "a daemon: its log is JSON",
+    "data-cluster": "a daemon: its log is JSON",
     "record": "a daemon: it writes Parquet files",
     "acl": "it prints what Redis is configured with",
     "report": "it writes tables, as Parquet files",

@@ -12,18 +12,25 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dynamoth import names
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY
+from dynamoth.data.datasets import DATASET_PREFIX
+from dynamoth.data.records import DATA_PREFIX, partition_keys
+from dynamoth.data.registrations import registration_keys
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
-from dynamoth.edge.log import LOG_PREFIX
+from dynamoth.edge.log import LOG_PREFIX, SERVERS_KEY
 from dynamoth.edge.positions import POSITION_PREFIX
 from dynamoth.errors import ConfigError
 from dynamoth.globs import literal_glob, matches_reserved, physical_patterns
 from dynamoth_cli.text_files import UnreadableFile, read_text_file
 
-ROLES = ("agent", "balancer", "broker", "client", "coordinator", "operator", "recorder")
+ROLES = (
+    *("agent", "balancer", "broker", "client", "coordinator"),
+    *("data-cluster", "data-operator", "data-writer", "operator", "recorder"),
+)
 
 REDIS_VERSIONS = ("6.2", "7", "7.2")
 """7 has selectors and read-only keys. ``client|setinfo`` came with 7.2; 7.0 refuses a rule for it, 6.2 takes any."""
@@ -31,6 +38,12 @@ REDIS_VERSIONS = ("6.2", "7", "7.2")
 PASSWORD_VARIABLE = "DYNAMOTH_ACL_{}_PASSWORD"  # the name of a variable, which holds one
 
 _FOR_ALL = ("+hello", "+auth", "+ping", "+info", "+client|setname", "+client|id")
+
+_APPENDING = (
+    *("+eval", "+get", "+hgetall", "+hmget", "+hset", "+hincrby", "+time", "+xadd", "+xlen"),
+    *("+zadd", "+zremrangebyscore", "+pexpire"),
+)
+"""Reads definitions, and stores records of datasets."""
 
 _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "agent": (
@@ -49,11 +62,22 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("+subscribe", "+unsubscribe", "+publish", "+hmget", "+pubsub|numsub", "+pubsub|channels"),
         *("+eval", "+hset", "+hdel", "+del", "+pexpire", "+xadd", "+xrange", "+get", "+set"),
         *("+time", "+hget", "+hgetall", "+hlen", "+hscan", "+zadd", "+zrem", "+zscore", "+zrangebyscore"),
+        *("+hincrby", "+xlen", "+zremrangebyscore"),
     ),
     "coordinator": ("+subscribe", "+publish", "+set", "+get", "+pexpire", "+del", "+pubsub|numsub"),
+    "data-cluster": (
+        *("+subscribe", "+unsubscribe", "+publish", "+pubsub|numsub", "+pubsub|channels", *_APPENDING),
+        *("+mget", "+set", "+incr", "+del", "+hget", "+hdel", "+hscan", "+xrange", "+xrevrange", "+xtrim"),
+        *("+zrem", "+zscore", "+zrangebyscore"),
+    ),
+    "data-operator": (*(*_APPENDING, "+set", "+del", "+expire", "+hget", "+hlen", "+xrevrange", "+xrange"),),
+    "data-writer": _APPENDING,
     "operator": ("+subscribe", "+unsubscribe", "+publish", "+hmget", "+hgetall", "+pubsub|numsub"),
     "recorder": ("+subscribe", "+psubscribe", "+unsubscribe", "+publish", "+hmget"),
 }
+
+_RECORD_KEYS = partition_keys("*")
+_INTEREST_KEYS = registration_keys("*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +205,13 @@ def rights_of(role: str, channels: Sequence[bytes]) -> Rights:
                     names.OPERATOR_INBOX_PREFIX + b"*",
                 ),
             )
+        case "data-cluster":
+            client = _client_rights([LOG_CHANNEL_PREFIX + b"*", DATASET_PREFIX.encode() + b"*"])
+            return replace(client, keys_written=(LOG_PREFIX + b"*", DATA_PREFIX + b"*"))
+        case "data-operator":
+            return Rights(keys_read=(SERVERS_KEY,), keys_written=(DATA_PREFIX + b"*",))
+        case "data-writer":
+            return Rights(keys_read=(SERVERS_KEY, DATASETS_KEY, QUERIES_KEY), keys_written=_RECORD_KEYS)
         case "operator":
             return Rights(
                 keys_read=(names.PLAN_KEY,),
@@ -218,11 +249,14 @@ def _client_rights(channels: Sequence[bytes]) -> Rights:
 
 
 def _broker_rights(channels: Sequence[bytes]) -> Rights:
-    """Return the rights of a broker: those of a client, for its users and for logs, and what it says for itself."""
+    """Return the rights of a broker: those of a client, for its users and for logs, and what it says for itself.
+
+    For its data cluster it stores records and registers interests; it writes no definition.
+    """
     client = _client_rights([*channels, LOG_CHANNEL_PREFIX + b"*"])
     return Rights(
-        client.keys_read,
-        (LOG_PREFIX + b"*", POSITION_PREFIX + b"*"),
+        (*client.keys_read, DATASETS_KEY, QUERIES_KEY),
+        (LOG_PREFIX + b"*", POSITION_PREFIX + b"*", *_RECORD_KEYS, *_INTEREST_KEYS),
         client.both,
         (*client.listens, names.BROKERS_CHANNEL, names.BROKER_PREFIX + b"*", names.OPERATOR_EDGE_CHANNEL),
         (*client.speaks, names.COORDINATOR_CHANNEL, names.OPERATOR_INBOX_PREFIX + b"*"),
@@ -256,8 +290,8 @@ def _one_list(rights: Rights, commands: Iterable[str]) -> list[str]:
 def _selectors(rights: Rights, common: Sequence[str], own: Sequence[str]) -> list[str]:
     """Return the rules for Redis 7: one selector for what is only listened to, another for what is only said."""
     keys = [f"%R~{key.decode()}" for key in rights.keys_read] + [f"~{key.decode()}" for key in rights.keys_written]
-    if rights.all_channels:
-        return [*keys, "allchannels", "-@all", *common, *own]
+    if rights.all_channels or not (rights.both or rights.listens or rights.speaks):
+        return [*keys, *_channels(rights, ()), "-@all", *common, *own]
     listening = (*rights.listening, *_channels(rights, (*rights.both, *rights.listens)))
     speaking = ("+publish", *_channels(rights, (*rights.both, *rights.speaks)))
     rest = [command for command in own if command not in (*rights.listening, "+publish")]
@@ -301,7 +335,8 @@ def read_passwords(file: Path | None, environment: Mapping[str, str]) -> dict[st
         ConfigError: the file cannot be read, or a line is not a role and a password.
 
     """
-    found = {role: environment.get(PASSWORD_VARIABLE.format(role.upper()), "") for role in ROLES}
+    variables = {role: PASSWORD_VARIABLE.format(role.upper().replace("-", "_")) for role in ROLES}
+    found = {role: environment.get(variable, "") for role, variable in variables.items()}
     if file is not None:
         try:
             lines = read_text_file(file).splitlines()

@@ -30,6 +30,7 @@ from dynamoth_cli.data_admin import (
     drop,
     find_dataset,
     log_servers,
+    print_json,
     put,
     read_definitions,
     register,
@@ -65,9 +66,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     every["load"].add_argument("files", metavar="FILE", nargs="+", help=".jsonl, .csv or .parquet")
     for name in ("tail", "dead"):
         every[name].add_argument("--last", type=int, default=20, metavar="N", help="how many (default %(default)s)")
-    for name in ("list", "show", "tail", "dead"):
-        every[name].add_argument("--json", action="store_true", help="print JSON")
     for each in every.values():
+        each.add_argument("--json", action="store_true", help="print JSON")
         add_access(each)
 
 
@@ -76,14 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
     action: str = arguments.action
     if action == "set":
         given = read_definitions(arguments.file)
-        _print(with_servers(arguments, lambda links: register(links, given, force=arguments.force)))
+        done = with_servers(arguments, lambda links: register(links, given, force=arguments.force))
+        done.write(as_json=arguments.json)
     elif action == "list":
         _list(arguments)
     elif action == "show":
         _show(arguments)
     elif action == "drop":
         version = with_servers(arguments, lambda links: drop(links, arguments.name, is_query=False))
-        _print([f"dataset {arguments.name}: dropped, version {version}; what is archived stays"])
+        if arguments.json:
+            print_json({"dropped": arguments.name, "version": version})
+        else:
+            _print([f"dataset {arguments.name}: dropped, version {version}; what is archived stays"])
     elif action == "load":
         return _load(arguments)
     else:
@@ -118,7 +122,7 @@ def _list(arguments: argparse.Namespace) -> None:
     catalog, stored = with_servers(arguments, gather)
     if arguments.json:
         values = {name: write_dataset(each) | {"stored": stored[name][0]} for name, each in catalog.datasets.items()}
-        sys.stdout.write(json.dumps({"datasets": values, "faults": catalog.faults}) + "\n")
+        print_json({"datasets": values, "faults": catalog.faults})
         return
     for name, each in sorted(catalog.datasets.items()):
         fields = ", ".join(f"{field.name} {field.type}{'?' * field.is_optional}" for field in each.fields)
@@ -137,7 +141,7 @@ def _show(arguments: argparse.Namespace) -> None:
     dataset, (records, restarts), dead = with_servers(arguments, gather)
     values = write_dataset(dataset) | {"stored": records, "restarts": restarts, "dead_letters": dead}
     if arguments.json:
-        sys.stdout.write(json.dumps(values) + "\n")
+        print_json(values)
         return
     for key, value in values.items():
         _print([f"{key:18} {value}"])
@@ -193,8 +197,11 @@ def _load(arguments: argparse.Namespace) -> int:
                     counts[each.outcome] += 1
                     if each.outcome == "refused" and counts["refused"] <= SHOWN_REFUSALS:
                         sys.stderr.write(printable(f"dynamoth: {path}: record {number + 1}: {each.reason}") + "\n")
-    _print([f"{counts['stored']} stored, {counts['duplicate']} duplicates, {counts['refused']} refused"])
-    if counts["refused"]:
+    if arguments.json:
+        print_json(counts)
+    else:
+        _print([f"{counts['stored']} stored, {counts['duplicate']} duplicates, {counts['refused']} refused"])
+    if counts["refused"] and not arguments.json:
         _print([f"`dynamoth dataset dead {dataset.name}` shows those that were refused"])
     return 1 if counts["refused"] else 0
 
@@ -236,5 +243,8 @@ def _load_static(arguments: argparse.Namespace, before: Dataset) -> int:
         )
 
     with_servers(arguments, store)
+    if arguments.json:
+        print_json({"stored": count, "loaded": dataset.loaded})
+        return 0
     _print([f"{count} stored; queries see them from their next execution on"])
     return 0

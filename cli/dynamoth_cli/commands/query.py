@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from dynamoth.data.executions import (
 from dynamoth.data.queries import StandingQuery, write_query
 from dynamoth.data.registrations import registration_keys
 from dynamoth.errors import ConfigError, printable
-from dynamoth_cli.data_admin import add_access, ago, drop, read_definitions, register, with_servers
+from dynamoth_cli.data_admin import add_access, ago, drop, print_json, read_definitions, register, with_servers
 from dynamoth_client.runtime.data_links import DataLinks
 
 
@@ -47,9 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     every["try"].add_argument("--sample", action="append", default=[], metavar="DATASET=FILE", help=sample)
     params = "parameters of an interest, as JSON; once for each interest"
     every["try"].add_argument("--params", action="append", default=[], metavar="JSON", help=params)
-    for name in ("list", "show", "try"):
-        every[name].add_argument("--json", action="store_true", help="print JSON")
     for name, each in every.items():
+        each.add_argument("--json", action="store_true", help="print JSON")
         if name != "try":
             add_access(each)
 
@@ -59,14 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     action: str = arguments.action
     if action == "set":
         given = read_definitions(arguments.file)
-        _print(with_servers(arguments, lambda links: register(links, given, force=arguments.force)))
+        done = with_servers(arguments, lambda links: register(links, given, force=arguments.force))
+        done.write(as_json=arguments.json)
     elif action == "list":
         _list(arguments)
     elif action == "show":
         _show(arguments)
     elif action == "drop":
         version = with_servers(arguments, lambda links: drop(links, arguments.name, is_query=True))
-        _print([f"query {arguments.name}: dropped, version {version}"])
+        if arguments.json:
+            print_json({"dropped": arguments.name, "version": version})
+        else:
+            _print([f"query {arguments.name}: dropped, version {version}"])
     elif action == "restart":
         _restart(arguments)
     else:
@@ -107,7 +109,7 @@ def _list(arguments: argparse.Namespace) -> None:
     if arguments.json:
         queries = catalog.queries.items()
         values = {name: write_query(each) | {"status": _as_data(states[name])} for name, each in queries}
-        sys.stdout.write(json.dumps({"queries": values, "faults": catalog.faults}) + "\n")
+        print_json({"queries": values, "faults": catalog.faults})
         return
     for name, each in sorted(catalog.queries.items()):
         period = "continuous" if each.is_continuous else f"{each.period_s} s"
@@ -131,7 +133,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
     values, status = with_servers(arguments, gather)
     if arguments.json:
-        sys.stdout.write(json.dumps(values | {"status": _as_data(status)}) + "\n")
+        print_json(values | {"status": _as_data(status)})
         return
     for key, value in values.items():
         _print([f"{key:18} {value}"])
@@ -160,5 +162,8 @@ def _restart(arguments: argparse.Namespace) -> None:
         await links.command(server, (b"SET", restart_key(query.name), now), repeats=True)
 
     with_servers(arguments, order)
+    if arguments.json:
+        print_json({"restarted": arguments.name})
+        return
     _print([f"query {arguments.name}: ordered; the data cluster goes on with what is stored from then on"])
     _print(["what was stored before and is not executed yet is skipped, and written down as skipped"])
