@@ -222,6 +222,8 @@ class BrokerMachine:
                 actions, server = self.logs.on_up(event), event.link.removeprefix(LINK_PREFIX)
                 if self.logs.is_up(server):
                     self.presence.on_server_up(server, now)
+                    if self.queries is not None:
+                        actions += self.queries.on_log_up(server, now)
                 return actions
             case LinkDown():
                 return self.logs.on_down(event, now)

@@ -5,8 +5,8 @@ Theory of operation
 A subscription to a query waits, before the log is read, until the interest is registered at the log's server: from then
 on each execution is for it, too. So whoever is confirmed misses nothing that is executed later.
 
-An interest that this broker has registered is renewed before its time is over, for as long as it has users. Nobody
-takes a registration back: it ends by itself, ``keep_s`` after the last renewal. So a user who moves or reconnects, or
+An interest that this broker has registered is renewed before its time is over, for as long as it has users, and when
+its log server comes back: that may have lost it. Nobody takes a registration back: it ends by itself, ``keep_s`` after the last renewal. So a user who moves or reconnects, or
 whose broker dies, finds it as it was.
 """
 
@@ -139,6 +139,14 @@ class Queries:
             self._is_looking = True
             self._timers.add(now + LOOK_S, self._renew)
         return actions
+
+    def on_log_up(self, server: str, now: float) -> list[BrokerAction]:
+        """Register everything at a log server again: it may have lost it, as the connection was."""
+        for interest_id, (_, keep_s) in self._renew_at.items():
+            interest = self._interests.by_id.get(interest_id)
+            if interest is not None and interest.users and self._logs.server_of(interest_id) == server:
+                self._register(interest, keep_s)
+        return self.flush(now)
 
     def _renew(self, now: float) -> Sequence[BrokerAction]:
         """Renew the interests whose time has come; forget those without users."""

@@ -152,6 +152,16 @@ def test_a_renewal_that_fails_is_repeated() -> None:
     assert scripts(broker.pass_time(2.5), REGISTER_SCRIPT) != []
 
 
+def test_a_log_server_that_comes_back_gets_its_registrations_again() -> None:
+    """It may have lost them: without them, nothing is executed for its interests, and nobody would know."""
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    broker.tell(LinkDown(LOG, "restarts"))
+    [again] = scripts(broker.up(LOG, "another run"), REGISTER_SCRIPT)
+    assert INTEREST.id.encode() in again.args
+
+
 def test_a_notice_has_the_log_read_once_for_all() -> None:
     broker, register = joining()
     opened(broker, tip=0)

@@ -85,8 +85,9 @@ class Guarded:
 
     def own(self, *command: Any) -> Any:
         """Execute a command as the default user, which is the test's own."""
-        with redis.Redis(port=self.redis.port) as client:
-            return client.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
+        client: Any = redis.Redis(port=self.redis.port)
+        with client:
+            return client.execute_command(*command)
 
     def refused(self) -> list[Any]:
         return list(self.own("ACL", "LOG"))
@@ -197,7 +198,7 @@ def _execute(guarded: Guarded, interest: str, folder: Path) -> None:
         servers, guarded.cluster_url("data-cluster"), "of_number", 1, 1, 1, term,
         inline_bytes_max=1000, result_bytes_max=1000, retained_min=10, ttl_s=60.0,
     )  # fmt: skip
-    counts = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
+    counts: dict[str, int] = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
     publication.publish_payloads([(interest, b"{}")], counts)
     assert (counts["result_sets"], counts["unpublished"]) == (1, 0)
     end = time.monotonic() + TIMEOUT_S

@@ -70,18 +70,18 @@ def run(config: DataClusterConfig) -> int:
     folder = _prepared(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")
     check_session(arguments)
-    code: int | None = None
+    codes: list[int] = []
     try:
         with open_session(arguments, "dynamoth data-cluster") as spark:
             spark.dataSource.register(DynamothSource)
             # Windows are small: each partition of a shuffle costs more than what is in it.
             spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
-            code = asyncio.run(_run(config, servers, spark, folder))
+            codes.append(asyncio.run(_run(config, servers, spark, folder)))
     except (Py4JError, ConnectionError):
-        if code is None:
+        if not codes:
             raise
         # Its Java has died, and cannot be stopped any more: the log says so.
-    return EXIT_FAILED if code is None else code
+    return codes[0]
 
 
 def _silence_py4j() -> None:
@@ -133,7 +133,9 @@ class DataClusterProcess(DaemonProcess[Any]):
             ("upkeep", self._runner.tidy, UPKEEP_S),
         )
         tasks = [asyncio.ensure_future(self._keep(*each)) for each in works]
-        tasks.append(asyncio.ensure_future(self._ingest.run()))
+        ingest = asyncio.ensure_future(self._ingest.run())
+        ingest.add_done_callback(self._on_ingest_done)
+        tasks.append(ingest)
         try:
             return await super().run()
         finally:
@@ -143,6 +145,12 @@ class DataClusterProcess(DaemonProcess[Any]):
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.get_running_loop().run_in_executor(self._threads, self._runner.stop, STOP_S)
             self._threads.shutdown()
+
+    def _on_ingest_done(self, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            message = "the data cluster ends because of a bug: please report this line"
+            self._log.write(logging.CRITICAL, message, exception=error)
+            self.end(EXIT_FAILED)
 
     async def _keep(self, name: str, work: Callable[[], Any], every_s: float) -> None:
         """Do some work again and again, in a thread; a fault is logged once, and it is tried again."""
