@@ -80,6 +80,8 @@ class Checkpoint:
     #: The last execution that Spark has committed; ``base`` if there is none.
     committed: int
     start: Mapping[str, Any]
+    #: The end that its first window has to have, where an execution is repeated; None: that of the next tick.
+    first_end: Mapping[str, Any] | None = None
 
     @property
     def last(self) -> int:
@@ -145,7 +147,7 @@ def resumption(
         return None
     last = checkpoint.progress()
     if last is None:
-        return Continuation(checkpoint.base, checkpoint.start)
+        return Continuation(checkpoint.base, checkpoint.start, checkpoint.first_end)
     return continuation(last if progress is None or last.execution > progress.execution else progress)
 
 
@@ -260,15 +262,23 @@ def parse_status(reply: Any) -> QueryStatus | None:
     return QueryStatus(**known)
 
 
-def ticks_missed(start_ms: int, end_ms: int, period_s: float, ended_ms: int) -> int:
-    """Return how many ticks a query has missed as its last execution, which ended at ``ended_ms``, took too long.
+def ticks_missed(start_ms: int, end_ms: int, period_s: float, began_ms: int, ended_ms: int) -> int:
+    """Return how many ticks a query has missed as its last execution took too long.
 
-    Those are the ticks between the ends of the two windows that had passed when it ended. A tick without new records
-    is none of them: there was nothing to execute.
+    Those are the ticks between the ends of the two windows that passed while it ran. A tick without new records is none
+    of them, as there was nothing to execute; nor is one that passed while no data cluster ran.
+
+    Args:
+        start_ms: tick at which the window of the last execution ended, and the next one begins.
+        end_ms: tick at which the next window ends.
+        period_s: between ticks.
+        began_ms: when the last execution began.
+        ended_ms: when it ended.
+
     """
     if period_s <= 0 or end_ms <= start_ms:
         return 0
     period_ms = round(period_s * 1000)
     between = (end_ms - start_ms) // period_ms - 1
-    passed = (ended_ms - start_ms) // period_ms
+    passed = (ended_ms - start_ms) // period_ms - (began_ms - start_ms) // period_ms
     return max(0, min(between, passed))

@@ -78,8 +78,9 @@ class Console:
         return self.run("dataset", "set", self.write(text), *words, code=code)
 
     def execute(self, id_: str, *command: Any) -> Any:
-        with redis.Redis.from_url(self.urls[id_]) as client:
-            return client.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
+        client: Any = redis.Redis.from_url(self.urls[id_])  # pyright: ignore[reportUnknownMemberType]
+        with client:
+            return client.execute_command(*command)
 
     def of_query(self, name: str, *command: Any) -> Any:
         """Execute a command at the server that has a query's progress."""
@@ -166,7 +167,7 @@ def test_files_are_loaded_and_shown(console: Console) -> None:
     jsonl = console.write(lines, "some.jsonl")
     csv = console.write("id,type,size,hot\nc,flood,7,true\nd,flood,,\n", "some.csv")
     columns = {"id": ["e", "a"], "type": ["snow", "snow"], "size": [5, None]}
-    parquet.write_table(arrow.table(columns), console.folder / "some.parquet")  # pyright: ignore[reportUnknownMemberType]
+    parquet.write_table(arrow.table(columns), console.folder / "some.parquet")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     loaded = console.run("dataset", "load", "reports", jsonl, csv, str(console.folder / "some.parquet"))
     assert loaded == "5 stored, 1 duplicates, 0 refused\n"
     tail = [json.loads(line) for line in console.run("dataset", "tail", "reports", "--json").splitlines()]

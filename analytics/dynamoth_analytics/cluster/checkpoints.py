@@ -81,7 +81,8 @@ class CheckpointFolder:
             return None
         ends = {base.execution + 1 + batch: self._end(batch) for batch in _numbers(self.spark_folder / "offsets")}
         commits = _numbers(self.spark_folder / "commits")
-        return Checkpoint(base.execution, ends, base.execution + 1 + max(commits, default=-1), base.start)
+        committed = base.execution + 1 + max(commits, default=-1)
+        return Checkpoint(base.execution, ends, committed, base.start, base.first_end)
 
     def window(self, batch: int) -> Window:
         """Return the window of a batch: Spark has written it before it is executed."""

@@ -164,8 +164,8 @@ class QueryRunner:
         self._progress: Progress | None = None
         #: The error of the execution that has failed: that of the stream quotes it in pages of text.
         self._error: BaseException | None = None
-        #: When the last execution ended, by this process; 0: none.
-        self._ended_ms = 0
+        #: When the last execution of this process began and ended; 0: there was none.
+        self._began_ms = self._ended_ms = 0
         self._retry_at = 0.0
         self._retry_s = RETRY_S
         #: Held while an execution runs.
@@ -294,7 +294,7 @@ class QueryRunner:
                 raise
 
     def _execute_window(self, records: DataFrame, execution: int, window: Window) -> None:
-        began, name = time.monotonic(), self.query.name
+        began, began_ms, name = time.monotonic(), int(time.time() * 1000), self.query.name
         self._note_overrun(window)
         before, counts = self._progress, Counter[str]()
         if not (before is not None and before.execution >= execution and before.is_done):
@@ -309,7 +309,7 @@ class QueryRunner:
             self._progress = Progress(execution, window, is_done=True)
             self._context.store_progress(name, self._progress)
         self._count({"executions": 1, **counts})
-        self._retry_s, self._ended_ms = RETRY_S, int(time.time() * 1000)
+        self._retry_s, self._began_ms, self._ended_ms = RETRY_S, began_ms, int(time.time() * 1000)
         status = self.status
         status.execution, status.tick_ms, status.ended_ms = execution, window.end["tick_ms"], self._ended_ms
         status.seconds, status.interests = round(time.monotonic() - began, 3), len(self.table)
@@ -318,7 +318,8 @@ class QueryRunner:
     def _note_overrun(self, window: Window) -> None:
         if not self._ended_ms:
             return
-        missed = ticks_missed(window.start["tick_ms"], window.end["tick_ms"], self.query.period_s, self._ended_ms)
+        start_ms, end_ms = window.start["tick_ms"], window.end["tick_ms"]
+        missed = ticks_missed(start_ms, end_ms, self.query.period_s, self._began_ms, self._ended_ms)
         if missed:
             self._count({"overruns": 1, "ticks_missed": missed})
             _log.warning("query %s took too long: it has missed %d ticks, and covers them now", self.query.name, missed)

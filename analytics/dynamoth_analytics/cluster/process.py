@@ -13,6 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from py4j.protocol import Py4JError  # pyright: ignore[reportMissingTypeStubs] it has none
 from pyspark.sql import SparkSession
 
 from dynamoth.errors import ConfigError, DynamothError
@@ -64,16 +65,29 @@ def run(config: DataClusterConfig) -> int:
 
     Raises ConfigError (the folder, the log servers, no Java) and SparkFailed.
     """
-    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it logs every call, and every error that we get, too
+    _silence_py4j()
     servers = read_servers(config.logs, durable=config.log_durable)
     folder = _prepared(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")
     check_session(arguments)
-    with open_session(arguments, "dynamoth data-cluster") as spark:
-        spark.dataSource.register(DynamothSource)
-        # Windows are small: each partition of a shuffle costs more than what is in it.
-        spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
-        return asyncio.run(_run(config, servers, spark, folder))
+    code: int | None = None
+    try:
+        with open_session(arguments, "dynamoth data-cluster") as spark:
+            spark.dataSource.register(DynamothSource)
+            # Windows are small: each partition of a shuffle costs more than what is in it.
+            spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
+            code = asyncio.run(_run(config, servers, spark, folder))
+    except (Py4JError, ConnectionError):
+        if code is None:
+            raise
+        # Its Java has died, and cannot be stopped any more: the log says so.
+    return EXIT_FAILED if code is None else code
+
+
+def _silence_py4j() -> None:
+    """Drop what py4j logs: every call, and every error that we get, too. Some of it goes to the root logger."""
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    logging.getLogger().addFilter(lambda record: "py4j" not in record.pathname)
 
 
 def _prepared(folder: Path) -> Path:
