@@ -89,7 +89,7 @@ class Guarded:
             return client.execute_command(*command)  # pyright: ignore[reportUnknownMemberType]
 
     def refused(self) -> list[Any]:
-        """Return what was refused, without redis-py's CLIENT MAINT_NOTIFICATIONS: it goes on without an answer to that."""
+        """Return what was refused, but for CLIENT MAINT_NOTIFICATIONS: redis-py goes on without that."""
         return [entry for entry in self.own("ACL", "LOG") if entry[b"object"] != b"client"]
 
 
