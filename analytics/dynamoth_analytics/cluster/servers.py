@@ -38,11 +38,7 @@ class LogServerFailed(DynamothError):
 def _connections(url: str) -> redis.Redis:
     """Return the connections of this process to a server."""
     return redis.Redis.from_url(
-        url,
-        socket_timeout=TIMEOUT_S,
-        socket_connect_timeout=TIMEOUT_S,
-        health_check_interval=30,
-        protocol=2,  # with 3, redis-py asks for notifications of maintenance, which ACLs refuse and log
+        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, health_check_interval=30
     )
 
 
