@@ -14,6 +14,7 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 ``logs``            the log servers, ``ID=URL`` separated by spaces: those of the brokers
 ``dataset``         its name
 ``archive``         the folder of the data cluster's archive, for records that are no longer at Redis
+``fail_on_loss``    ``false``: records that are neither at Redis nor in the archive are left out; else an error
 ``from``            of a stream: ``begin`` (default): from the first record on; ``now``: what is stored from now on
 ``period_s``        of a stream: its ends are those of ticks, this far apart; 0 (default): whatever is there
 ``phase_s``         of a stream: ticks are so many seconds after the multiples of ``period_s``
@@ -41,15 +42,9 @@ from pyspark.sql.types import StructType
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
-from dynamoth.errors import ConfigError, DynamothError
-from dynamoth_analytics.cluster.reading import read_range, record_schema
+from dynamoth.errors import ConfigError
+from dynamoth_analytics.cluster.reading import RecordsLost, read_range, record_schema
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
-
-
-class RecordsLost(DynamothError):
-    """Raised when a dataset ends before where a stream has read it already: its server has lost records."""
-
-    code = "records-lost"
 
 
 @dataclass(frozen=True)
@@ -87,6 +82,7 @@ class _Place:
     servers: LogServers
     dataset: Dataset
     archive: Path | None
+    fail_on_loss: bool = True
 
     def ranges(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[_Range]:
         """Return what is to be read between offsets, one range for each partition."""
@@ -101,7 +97,10 @@ class _Place:
     def read(self, part: InputPartition) -> Iterator[Any]:
         """Yield the Arrow batches of a range."""
         assert isinstance(part, _Range), "ranges made it"
-        return read_range(self.servers, self.dataset, part.number, part.after, part.until, self.archive)
+        return read_range(
+            self.servers, self.dataset, part.number, part.after, part.until, self.archive,
+            fail_on_loss=self.fail_on_loss,
+        )  # fmt: skip
 
 
 class DynamothSource(DataSource):
@@ -121,7 +120,8 @@ class DynamothSource(DataSource):
         if (loaded := self.options.get("loaded")) is not None:
             dataset = replace(dataset, loaded=int(loaded))
         archive = self.options.get("archive")
-        return _Place(servers, dataset, Path(archive) if archive else None)
+        fail_on_loss = self.options.get("fail_on_loss", "true") != "false"
+        return _Place(servers, dataset, Path(archive) if archive else None, fail_on_loss)
 
     def schema(self) -> StructType:
         """Return the columns: those of the dataset's definition, and three of ours."""
