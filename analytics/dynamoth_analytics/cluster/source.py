@@ -36,7 +36,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    InputPartition,
+)
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
@@ -45,6 +52,7 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.reading import RecordsLost, read_range, record_schema
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
+from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,16 @@ class DynamothSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return the reader of a stream."""
         return _StreamReader(self._place(), dict(self.options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """Return what publishes a DataFrame: see ``sink``."""
+        if overwrite:
+            raise ConfigError('channels cannot be overwritten: use mode("append")')
+        return BatchWriter(self.options, schema)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        """Return what publishes the batches of a stream: see ``sink``."""
+        return StreamWriter(self.options, schema)
 
 
 class _Reader(DataSourceReader):
