@@ -199,6 +199,11 @@ def _publisher(url: str) -> _Publisher:
         return _publishers[url]
 
 
+def publish_messages(url: str, messages: Sequence[tuple[bytes, bytes]]) -> int:
+    """Publish channels and payloads by this process's client of a cluster; return how many could not be."""
+    return _publisher(url).publish(messages)
+
+
 def close_publishers() -> None:
     """End the clients of this process; who publishes after that gets a new one."""
     with _making:

@@ -12,8 +12,9 @@ from typing import Any
 from pyarrow import json as arrow_json  # pyright: ignore[reportMissingTypeStubs]
 
 from dynamoth.data.datasets import Dataset, FieldType
-from dynamoth.data.records import Record, parse_records, partition_name, range_command
-from dynamoth_analytics.cluster.archive import archived
+from dynamoth.data.records import Record, parse_records, partition_keys, partition_name, range_command
+from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster.archive import archived, archived_until
 from dynamoth_analytics.cluster.servers import LogServers
 from dynamoth_analytics.files import arrow
 
@@ -30,6 +31,12 @@ ARROW_TYPES: dict[FieldType, Any] = {
 _STORED_TYPES = {**ARROW_TYPES, "timestamp": arrow.int64()}
 
 PARTITION, OFFSET, ARRIVED = "_partition", "_offset", "_arrived"
+
+
+class RecordsLost(DynamothError):
+    """Raised when records that a reader asks for are neither at their server nor in the archive."""
+
+    code = "records-lost"
 
 
 def record_schema(dataset: Dataset) -> Any:
@@ -63,11 +70,19 @@ def to_batch(dataset: Dataset, partition: int, records: Sequence[Record]) -> Any
 
 
 def read_range(
-    servers: LogServers, dataset: Dataset, partition: int, after: int, until: int, archive: Path | None
+    servers: LogServers,
+    dataset: Dataset,
+    partition: int,
+    after: int,
+    until: int,
+    archive: Path | None,
+    *,
+    fail_on_loss: bool = True,
 ) -> Iterator[Any]:
     """Yield the records of a partition behind ``after`` and up to ``until``, as Arrow batches, in order.
 
     A record is archived before it is trimmed: so whatever the stream lacks is looked for in the archive.
+    Raises RecordsLost where the archive lacks what was trimmed, unless ``fail_on_loss`` is false.
     """
     name = partition_name(dataset.stream, partition)
     server, position = servers.server_of(name), after
@@ -75,8 +90,25 @@ def read_range(
         page = parse_records(servers.run(server, range_command(name, position, until, PAGE_RECORDS)))
         if not page or page[0].offset > position + 1:
             end = page[0].offset - 1 if page else until
+            if fail_on_loss:
+                _check_archive(servers, dataset, partition, position, end, archive)
             yield from archived(archive, dataset, partition, position, end)
         if not page:
             return
         yield to_batch(dataset, partition, page)
         position = page[-1].offset
+
+
+def _check_archive(
+    servers: LogServers, dataset: Dataset, partition: int, after: int, until: int, archive: Path | None
+) -> None:
+    """Raise RecordsLost if records of this range were trimmed and the archive does not reach as far."""
+    name = partition_name(dataset.stream, partition)
+    trimmed = int(servers.run(servers.server_of(name), (b"HGET", partition_keys(name)[0], b"trimmed")) or 0)
+    needed = min(trimmed, until)
+    if needed > after and archived_until(archive, dataset, partition, after, until) < needed:
+        where = f"the archive {archive} lacks them" if archive else "the option `archive` is missing"
+        raise RecordsLost(
+            f"records of {name} up to offset {needed} are no longer at Redis, and {where}. Give the folder of the data"
+            " cluster's archive as option `archive`, or go on without them with option fail_on_loss=false"
+        )

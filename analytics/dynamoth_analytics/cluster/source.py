@@ -14,6 +14,7 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 ``logs``            the log servers, ``ID=URL`` separated by spaces: those of the brokers
 ``dataset``         its name
 ``archive``         the folder of the data cluster's archive, for records that are no longer at Redis
+``fail_on_loss``    ``false``: records that are neither at Redis nor in the archive are left out; else an error
 ``from``            of a stream: ``begin`` (default): from the first record on; ``now``: what is stored from now on
 ``period_s``        of a stream: its ends are those of ticks, this far apart; 0 (default): whatever is there
 ``phase_s``         of a stream: ticks are so many seconds after the multiples of ``period_s``
@@ -35,21 +36,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    InputPartition,
+)
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
-from dynamoth.errors import ConfigError, DynamothError
-from dynamoth_analytics.cluster.reading import read_range, record_schema
+from dynamoth.errors import ConfigError
+from dynamoth_analytics.cluster.reading import RecordsLost, read_range, record_schema
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
-
-
-class RecordsLost(DynamothError):
-    """Raised when a dataset ends before where a stream has read it already: its server has lost records."""
-
-    code = "records-lost"
+from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class _Place:
     servers: LogServers
     dataset: Dataset
     archive: Path | None
+    fail_on_loss: bool = True
 
     def ranges(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[_Range]:
         """Return what is to be read between offsets, one range for each partition."""
@@ -101,7 +105,10 @@ class _Place:
     def read(self, part: InputPartition) -> Iterator[Any]:
         """Yield the Arrow batches of a range."""
         assert isinstance(part, _Range), "ranges made it"
-        return read_range(self.servers, self.dataset, part.number, part.after, part.until, self.archive)
+        return read_range(
+            self.servers, self.dataset, part.number, part.after, part.until, self.archive,
+            fail_on_loss=self.fail_on_loss,
+        )  # fmt: skip
 
 
 class DynamothSource(DataSource):
@@ -121,7 +128,8 @@ class DynamothSource(DataSource):
         if (loaded := self.options.get("loaded")) is not None:
             dataset = replace(dataset, loaded=int(loaded))
         archive = self.options.get("archive")
-        return _Place(servers, dataset, Path(archive) if archive else None)
+        fail_on_loss = self.options.get("fail_on_loss", "true") != "false"
+        return _Place(servers, dataset, Path(archive) if archive else None, fail_on_loss)
 
     def schema(self) -> StructType:
         """Return the columns: those of the dataset's definition, and three of ours."""
@@ -139,6 +147,16 @@ class DynamothSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return the reader of a stream."""
         return _StreamReader(self._place(), dict(self.options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """Return what publishes a DataFrame: see ``sink``."""
+        if overwrite:
+            raise ConfigError('channels cannot be overwritten: use mode("append")')
+        return BatchWriter(self.options, schema)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        """Return what publishes the batches of a stream: see ``sink``."""
+        return StreamWriter(self.options, schema)
 
 
 class _Reader(DataSourceReader):

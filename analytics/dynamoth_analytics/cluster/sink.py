@@ -1,0 +1,202 @@
+"""The Spark sink of channels: ``df.writeStream.format("dynamoth")``, and ``df.write.format("dynamoth")``.
+
+>>> df.select("channel", "payload").writeStream.format("dynamoth").option("url", "dynamoth://10.0.0.3:6379")
+
+Rows have the columns ``channel`` and ``payload``, each a string or bytes. Options:
+
+===============  ==================================================================================================
+``url``          of the Dynamoth cluster
+``logs``         the log servers, ``ID=URL`` separated by spaces: rows are appended to the log of their channel, and
+                 then published
+``durable``      ``true``: the log servers lose nothing when they restart
+``ordered_by``   a column. Several rows of one channel in a batch are published in its order, within a Spark partition
+``retained``     of a log: so many publications at least (default 10000)
+``ttl_s``        of a log: it ends so long after its last reader or writer (default 7 days)
+``term``         of the writer: a log refuses one with a smaller term than before (default 0)
+===============  ==================================================================================================
+
+What it promises
+----------------
+Without ``logs``: each row is published at least once, while a batch that Spark repeats publishes again.
+
+With ``logs``, of a stream with one row per channel and batch: each row is appended exactly once, as the number of the
+batch is the execution of the log. A new checkpoint begins at batch 0, which logs of later batches take for repeated:
+use other channels, or let the logs end first. Several rows of one channel in one Spark partition are an error; the
+batch is not published from that partition. Rows of one channel must be in one partition: ``repartition("channel")``.
+Where they are not, the log keeps the first, as it cannot tell the others from a repeated task; the batch then fails,
+and says so. A log server that restarts and is not ``durable`` begins its logs again: a batch that is repeated just then
+is appended again.
+
+With ``logs`` and ``ordered_by``, or a batch (``df.write``): rows are appended at least once, in order within a Spark
+partition.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark import TaskContext
+from pyspark.sql import Row
+from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from dynamoth.edge.interests import channel_interest
+from dynamoth.edge.log import LogOptions, append_command, log_server, parse_appended
+from dynamoth.edge.publications import LoggedPublication, pack_publication
+from dynamoth.errors import ConfigError, DynamothError
+from dynamoth_analytics.cluster.publishing import Publication, publish_messages
+from dynamoth_analytics.cluster.servers import LogServers, read_servers
+
+BATCH_ID_PROPERTY = "streaming.sql.batchId"
+"""Where Spark tells a task the number of its batch."""
+
+INLINE_BYTES_MAX = 64 * 1024
+"""A logged payload that is longer is not published: brokers read it from the log."""
+
+MESSAGES_MAX = 1000
+"""So many messages are published at a time."""
+
+
+class SinkFailed(DynamothError):
+    """Raised when rows cannot be published as they are, or were not published."""
+
+    code = "sink"
+
+
+@dataclass
+class _Published(WriterCommitMessage):
+    """Which channels a task has published on; empty where the order does not matter."""
+
+    channels: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Sink:
+    """What the options say."""
+
+    url: str
+    servers: LogServers | None
+    ordered_by: str | None
+    options: LogOptions
+    term: int
+
+    def write(self, rows: Iterable[Row], execution: int | None) -> _Published:
+        """Publish the rows of a task. ``execution`` is None where a batch has no number."""
+        values = list(rows)
+        if self.ordered_by is not None:
+            values.sort(key=lambda row: row[self.ordered_by])
+        messages = [(_text(row["channel"]), _bytes(row["payload"])) for row in values]
+        if self.servers is None:
+            self._publish([(channel.encode(), payload) for channel, payload in messages], is_needed=True)
+        elif execution is None or self.ordered_by is not None:
+            self._append(self.servers, messages)
+        else:
+            return self._append_once(self.servers, messages, execution)
+        return _Published(frozenset())
+
+    def _append_once(self, servers: LogServers, messages: list[tuple[str, bytes]], execution: int) -> _Published:
+        channels = frozenset(channel for channel, _ in messages)
+        if len(channels) < len(messages):
+            seen: set[str] = set()
+            raise _several(next(each for each, _ in messages if each in seen or seen.add(each)))
+        publication = Publication(
+            servers, self.url, "", 0, execution, 0, self.term, INLINE_BYTES_MAX, 0,
+            self.options.retained_min, self.options.ttl_s,
+        )  # fmt: skip
+        counts = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
+        publication.publish_payloads(((channel_interest(name).id, payload) for name, payload in messages), counts)
+        return _Published(channels)
+
+    def _append(self, servers: LogServers, messages: list[tuple[str, bytes]]) -> None:
+        run_ids = {id_: servers.run_id(id_) for id_ in servers.ids}
+        notices: list[tuple[bytes, bytes]] = []
+        for channel, payload in messages:
+            interest = channel_interest(channel)
+            server = log_server(interest.id, servers.ids)
+            command = append_command(
+                interest.id, payload, run_ids[server], secrets.randbits(64), self.options, self.term
+            )
+            place = parse_appended(servers.run(server, command))
+            inline = payload if len(payload) <= INLINE_BYTES_MAX else None
+            publication = LoggedPublication(place.epoch, place.offset, inline)
+            notices.append((interest.log_channel, pack_publication(publication)))
+        self._publish(notices, is_needed=False)
+
+    def _publish(self, messages: list[tuple[bytes, bytes]], *, is_needed: bool) -> None:
+        for start in range(0, len(messages), MESSAGES_MAX):
+            failed = publish_messages(self.url, messages[start : start + MESSAGES_MAX])
+            if failed and is_needed:
+                raise SinkFailed(f"{failed} rows could not be published: is the cluster {self.url} there?")
+
+
+def _several(channel: str) -> SinkFailed:
+    return SinkFailed(
+        f"channel {channel!r} has several rows in one batch. With option `logs`, a batch has one row for each channel,"
+        " so that each is appended exactly once: aggregate them, or give option `ordered_by`, the column of their order"
+        " (then each is appended at least once)"
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else bytes(value).decode()
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _sink(options: Mapping[str, str], schema: StructType) -> _Sink:
+    """Read the options. Raises ConfigError."""
+    ordered_by = options.get("ordered_by")
+    for column in ("channel", "payload", *([ordered_by] if ordered_by else [])):
+        if column not in schema.names:
+            raise ConfigError(f"rows to be published need a column {column!r}; these have {', '.join(schema.names)}")
+    if not (url := options.get("url")):
+        raise ConfigError("option `url` is missing: that of the Dynamoth cluster, as dynamoth://HOST:PORT")
+    is_durable, logs = options.get("durable") == "true", options.get("logs")
+    default = LogOptions()
+    log_options = LogOptions(
+        int(options.get("retained", default.retained_min)), float(options.get("ttl_s", default.ttl_s)), is_durable
+    )
+    servers = read_servers(logs, durable=is_durable) if logs else None
+    return _Sink(url, servers, ordered_by, log_options, int(options.get("term", "0")))
+
+
+class BatchWriter(DataSourceWriter):
+    """Writes a DataFrame."""
+
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self._sink = _sink(options, schema)
+
+    def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
+        """Publish the rows of a task."""
+        return self._sink.write(iterator, None)
+
+
+class StreamWriter(DataSourceStreamWriter):
+    """Writes the batches of a stream."""
+
+    def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
+        self._sink = _sink(options, schema)
+
+    def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
+        """Publish the rows of a task."""
+        context = TaskContext.get()
+        number = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
+        if number is None:
+            raise SinkFailed("Spark does not tell the number of the batch: this version of Spark is not supported")
+        return self._sink.write(iterator, int(number) + 1)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        """Raise SinkFailed if several tasks had rows of one channel."""
+        seen: set[str] = set()
+        for message in messages:
+            assert isinstance(message, _Published), "every task returns one"
+            if both := seen & message.channels:
+                raise _several(min(both))
+            seen |= message.channels

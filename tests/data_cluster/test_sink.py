@@ -1,0 +1,81 @@
+"""The sink: rows to channels, live and logged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from dynamoth.edge.interests import channel_interest
+from dynamoth.edge.log import log_keys
+from tests.data_cluster.world import World
+
+
+def log(world: World, channel: str) -> list[bytes]:
+    interest = channel_interest(channel).id
+    entries = world.servers.run(world.server_of(interest), (b"XRANGE", log_keys(interest)[1], b"-", b"+"))
+    return [fields[1] for _, fields in entries]
+
+
+def run(frame: DataFrame, world: World, checkpoint: Path, **options: Any) -> None:
+    writer = frame.writeStream.format("dynamoth").option("url", world.cluster_url).option("logs", world.logs)
+    query = writer.options(**options).option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+    try:
+        query.awaitTermination()
+    finally:
+        query.stop()
+
+
+def stream(driver: SparkSession, folder: Path) -> DataFrame:
+    return driver.readStream.schema("channel string, payload string, n int").json(str(folder))
+
+
+def put(folder: Path, name: str, *lines: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("\n".join(lines))
+
+
+def test_a_batch_is_published_on_live_channels(driver: SparkSession, world: World) -> None:
+    with redis.Redis(port=world.redis[2].port).pubsub(ignore_subscribe_messages=True) as listener:
+        listener.subscribe("news")
+        listener.get_message(timeout=10)  # the confirmation
+        frame = driver.createDataFrame([("news", b"\xff1"), ("news", b"2")], "channel string, payload binary")
+        frame.coalesce(1).write.format("dynamoth").option("url", world.cluster_url).mode("append").save()
+        got = [message for _ in range(4) if (message := listener.get_message(timeout=5))][:2]
+    assert len(got) == 2
+    assert got[0]["data"].endswith(b"\xff1")
+
+
+def test_a_repeated_batch_is_appended_once(driver: SparkSession, world: World, tmp_path: Path) -> None:
+    source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
+    put(source, "1.json", '{"channel":"a","payload":"1"}', '{"channel":"b","payload":"1"}')
+    run(stream(driver, source), world, checkpoint)
+    put(source, "2.json", '{"channel":"a","payload":"2"}')
+    run(stream(driver, source), world, checkpoint)
+    for file in (checkpoint / "commits").glob("*1*"):  # as if Spark had died before it wrote down batch 1
+        file.unlink()
+    run(stream(driver, source), world, checkpoint)
+    assert log(world, "a") == [b"1", b"2"]
+    assert log(world, "b") == [b"1"]
+
+
+def test_several_rows_of_a_channel_are_an_error_or_ordered(driver: SparkSession, world: World, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    lines = [f'{{"channel":"a","payload":"{n}","n":{n}}}' for n in (2, 3, 1)]
+    put(source, "1.json", *lines)
+    with pytest.raises(PySparkException, match="several rows in one batch"):
+        run(stream(driver, source).coalesce(1), world, tmp_path / "one")
+    assert log(world, "a") == []
+    run(stream(driver, source).coalesce(1), world, tmp_path / "two", ordered_by="n")
+    assert log(world, "a") == [b"1", b"2", b"3"]
+
+
+def test_rows_without_a_payload_column_are_refused(driver: SparkSession, world: World) -> None:
+    frame = driver.range(1).select(F.lit("a").alias("channel"))
+    with pytest.raises(PySparkException, match="need a column 'payload'"):
+        frame.write.format("dynamoth").option("url", world.cluster_url).mode("append").save()
