@@ -36,6 +36,7 @@ partition.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,8 +103,7 @@ class _Sink:
     def _append_once(self, servers: LogServers, messages: list[tuple[str, bytes]], execution: int) -> _Published:
         channels = frozenset(channel for channel, _ in messages)
         if len(channels) < len(messages):
-            seen: set[str] = set()
-            raise _several(next(each for each, _ in messages if each in seen or seen.add(each)))
+            raise _several(Counter(channel for channel, _ in messages).most_common(1)[0][0])
         publication = Publication(
             servers, self.url, "", 0, execution, 0, self.term, INLINE_BYTES_MAX, 0,
             self.options.retained_min, self.options.ttl_s,
