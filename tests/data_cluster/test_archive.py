@@ -12,7 +12,6 @@ import pytest
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import Record
-from dynamoth_analytics.cluster import archive
 from dynamoth_analytics.cluster.archive import Archiver, archived, compact
 from dynamoth_analytics.cluster.reading import RecordsLost, read_range, to_batch
 from dynamoth_analytics.files import arrow, parquet
@@ -47,8 +46,8 @@ def test_only_the_days_that_are_needed_are_listed(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     write(tmp_path, dataset, "2026-01-10", 29_991, 30_000)
-    for day in (tmp_path / "reports").iterdir():
-        os.utime(day, (1, 1))
+    for folder in (tmp_path / "reports").iterdir():
+        os.utime(folder, (1, 1))
     listed: list[Path] = []
     listdir = os.listdir
 
@@ -56,7 +55,7 @@ def test_only_the_days_that_are_needed_are_listed(
         listed.append(day)
         return listdir(day)
 
-    monkeypatch.setattr(archive.os, "listdir", counting)
+    monkeypatch.setattr(os, "listdir", counting)
     for _ in range(2):
         assert offsets(tmp_path, dataset, 29_995, 40_000) == list(range(29_996, 30_001))
     assert [day.name for day in listed] == ["date=2026-01-10"]
@@ -96,14 +95,14 @@ def test_a_full_disk_leaves_records_at_redis_and_says_so_once(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(archive.parquet, "write_table", full)
+        patch.setattr(parquet, "write_table", full)
         assert [archiver.archive(world.servers.catalog()) for _ in range(2)] == [0, 0]
-    assert archiver.is_full
+    assert archiver.is_full is True
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert not [path for path in tmp_path.rglob("*") if path.suffix in {".tmp", ".parquet"}]
     assert read(world, dataset, tmp_path) == ["1", "2", "3"]
     assert archiver.archive(world.servers.catalog()) == 3
-    assert not archiver.is_full
+    assert (archiver.is_full, len(caplog.records)) == (False, 2)
     assert read(world, dataset, tmp_path) == ["1", "2", "3"]
 
 

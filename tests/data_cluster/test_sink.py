@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -41,7 +41,7 @@ def put(folder: Path, name: str, *lines: str) -> None:
 
 
 def test_a_batch_is_published_on_live_channels(driver: SparkSession, world: World) -> None:
-    with redis.Redis(port=world.redis[2].port).pubsub(ignore_subscribe_messages=True) as listener:
+    with cast("Any", redis.Redis(port=world.redis[2].port)).pubsub(ignore_subscribe_messages=True) as listener:
         listener.subscribe("news")
         listener.get_message(timeout=10)  # the confirmation
         frame = driver.createDataFrame([("news", b"\xff1"), ("news", b"2")], "channel string, payload binary")

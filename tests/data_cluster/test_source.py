@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from dynamoth.data.records import partition_keys, partition_name
 from dynamoth_analytics.cluster.archive import Archiver
@@ -74,4 +75,4 @@ def test_a_start_above_the_end_is_an_error(world: World) -> None:
     reader = source.streamReader(source.schema())
     start = {"tick_ms": 0, "sealed_ms": 0, "offsets": {"reports/0": 2**52, "reports/1": 0}, "static": {}}
     with pytest.raises(RecordsLost, match="its log server has lost records"):
-        reader.latestOffset(start, None)  # type: ignore[call-arg]
+        reader.latestOffset(start, ReadAllAvailable())
