@@ -1,5 +1,7 @@
 """Snapshots of keyed datasets: the latest record of each key, whatever base they begin with."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from pathlib import Path

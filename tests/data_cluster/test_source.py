@@ -1,5 +1,7 @@
 """The source: ranges over Redis and the archive, streams that start again, and its errors."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import json
