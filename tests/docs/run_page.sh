@@ -52,7 +52,7 @@ is_ready() {
     for file in up.*.log; do
         grep --quiet ready "$file" || return 1
     done
-    for file in $(grep --files-with-matches --no-messages cluster.servers *.toml); do
+    for file in $(grep --files-with-matches cluster.servers /dev/null *.toml || true); do
         "$python" -P -m dynamoth_cli status --config "$file" > status.log 2>&1 || return 1
     done
 }
