@@ -9,7 +9,7 @@ import pytest
 from dynamoth_sim.run import run_and_report
 from tests.sim.seeds import first_seed
 
-COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "400"))
+COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "240"))
 """``make exhaustive`` runs more of them."""
 
 PARTS = 16
