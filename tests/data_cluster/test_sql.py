@@ -322,7 +322,7 @@ def test_all_interests_at_once_give_what_each_gives_alone(
 
 
 def test_aggregates_are_those_of_spark(spark: SparkSession) -> None:
-    registry = spark._jsparkSession.sessionState().functionRegistry()  # type: ignore[attr-defined]
+    registry = spark._jsparkSession.sessionState().functionRegistry()
     functions, found = registry.listFunction().iterator(), set[str]()
     while functions.hasNext():
         name = functions.next()

@@ -67,7 +67,7 @@ class Grid:
 
     def levels_of(self, radiuses: _Floats) -> _Ints:
         """Return the levels for radiuses."""
-        exact = np.ceil(np.log2(np.maximum(radiuses, 2.0**self.level_min) * (1 + SLACK) + self.slack))
+        exact = np.ceil(np.log2(np.maximum(radiuses, 2.0 ** (self.level_min - 1)) * (1 + SLACK) + self.slack))
         return np.clip(exact, self.level_min, self.level_max).astype(np.int64)
 
     def levels_between(self, least: float, most: float) -> range:
