@@ -20,8 +20,8 @@ from dynamoth.data.registrations import (
     register_command,
     registration_keys,
 )
+from dynamoth_analytics.cluster.schema import PARAMETER_PREFIX
 from dynamoth_analytics.cluster.servers import LogServers
-from dynamoth_analytics.cluster.sql import PARAMETER_PREFIX
 from dynamoth_analytics.files import arrow, parquet
 
 CHANGES_PER_READ = 5000
