@@ -17,6 +17,9 @@ _OURS = re.compile(r"dynamoth\w*\.[\w.]*?(\w+): (.+)")
 _SPARKS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\] (.+)")
 """An error of Spark with its class."""
 
+_CAUSED = re.compile(r"Caused by: (?:[\w.$]+: )?(.+)")
+"""The causes of an error of Java, without their classes; the last one is the first that went wrong."""
+
 _WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEPTION", "PYTHON_DATA_SOURCE_ERROR")
 """Classes of errors that say only that there is another one."""
 
@@ -33,6 +36,8 @@ def reason_of(error: BaseException) -> str:
     for found in _SPARKS.finditer(text):
         if found[1] not in _WRAPPERS:
             return f"[{found[1]}] {found[2].strip()}"[:CHARACTERS_MAX]
+    if causes := [*_CAUSED.finditer(text)]:
+        return causes[-1][1].strip()[:CHARACTERS_MAX]
     lines = text.splitlines() or [type(error).__name__]
     return f"{type(error).__name__}: {lines[-1].strip()}"[:CHARACTERS_MAX]
 
