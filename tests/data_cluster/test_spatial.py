@@ -1,6 +1,7 @@
 """Cells of grids: whatever is near shares a cell, exactly one, and there are few of them."""
 
-# pyright: reportUnknownMemberType=false
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 

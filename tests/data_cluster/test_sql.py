@@ -1,5 +1,6 @@
 """SQL of standing queries: for all interests at once it gives what it gives for each of them alone."""
 
+# pyright: reportCallIssue=false, reportOptionalCall=false, reportPrivateUsage=false
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ latitude, each divided into as many columns as fit.
 Cells are computed here only, in Python for both sides: they are the same to the last bit.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
