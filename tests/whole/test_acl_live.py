@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from dynamoth_cli.commands.acl import PASSWORD_VARIABLE
 from dynamoth_cli.local.child import dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_link.errors import AuthenticationFailed
@@ -22,7 +23,8 @@ TIMEOUT_S = 60.0
 
 def load_users(cluster: LocalCluster, rules: Rules) -> None:
     """Give every server the users that ``dynamoth acl`` prints, word for word."""
-    passwords = {f"DYNAMOTH_ACL_{role.upper()}_PASSWORD": password for role, (_, password) in USERS.items()}
+    variables = {role: PASSWORD_VARIABLE.format(role.upper().replace("-", "_")) for role in USERS}
+    passwords = {variables[role]: password for role, (_, password) in USERS.items()}
     printed = subprocess.run(
         dynamoth_command("acl", "--redis", rules.redis, "--channels", "news.*"),
         env={**os.environ, **passwords},
