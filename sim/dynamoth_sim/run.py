@@ -22,6 +22,8 @@ from dynamoth.plan.plan import Location, Mode, single
 from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_sim.audit import Audit, Totals, Violation
 from dynamoth_sim.cluster import Cluster, short_options
+from dynamoth_sim.data.data_audit import DataAudit
+from dynamoth_sim.data.data_run import DATA_PROFILES, run_data_profile
 from dynamoth_sim.edge.run import EDGE_PROFILES, run_edge_profile
 from dynamoth_sim.edge.scenarios import EDGE_SCENARIOS
 from dynamoth_sim.edge.stage import EdgeStage
@@ -112,6 +114,9 @@ def run_seed(seed: int, name: str | None = None) -> Outcome:
     if name in EDGE_PROFILES:
         edge, live = run_edge_profile(world, EDGE_PROFILES[name])
         return _outcome(name, edge.cluster, live, edge.logged_audit)
+    if name in DATA_PROFILES:
+        data, live = run_data_profile(world, DATA_PROFILES[name])
+        return _outcome(name, data.cluster, live, data.data_audit)
     drawn = draw_profile(world.random)
     return _run_profile(world, drawn if name is None else PROFILES[name])
 
@@ -153,7 +158,9 @@ def _run_profile(world: World, profile: Profile) -> Outcome:
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))
 
 
-def _outcome(name: str, cluster: Cluster, live: Callable[[], list[Violation]], also: Audit | None = None) -> Outcome:
+def _outcome(
+    name: str, cluster: Cluster, live: Callable[[], list[Violation]], also: Audit | DataAudit | None = None
+) -> Outcome:
     """Run a world to its end, and sum up. ``also`` is a second audit."""
     world = cluster.world
     began = time.process_time()
