@@ -5,8 +5,8 @@ Theory of operation
 A dataset's records are spread over partitions. Each is a Redis stream and a hash, at the log server that rendezvous
 hashing gives (``partition_server``). A record has an **offset**: the first part of its id in the stream. Offsets only
 grow, whatever happens to the server: a stream that is new, or whose server has restarted and may have lost its last
-records, goes on at ``TIME * 2^20``, the server's clock in seconds. So no offset is ever given twice, while a server
-stores less than a million records per second. A restart that may have lost records is counted (``restarts``).
+records, goes on at ``TIME * 2^20``, the server's clock in seconds with their fraction. So no offset is ever given twice,
+while a server stores less than a million records per second. A restart that may have lost records is counted (``restarts``).
 
 A record is durable once the script has answered, as durable as the server makes it (``appendfsync``). The archive
 copies records to Parquet files and then trims the stream. Where it falls behind, records are refused (``FULL``), and
@@ -48,7 +48,7 @@ local meta = redis.call('HMGET', KEYS[1], 'run', 'offset')
 local offset, time = tonumber(meta[2]), redis.call('TIME')
 if not offset or (ARGV[1] ~= '' and meta[1] ~= ARGV[1]) then
   if offset and meta[1] then redis.call('HINCRBY', KEYS[1], 'restarts', 1) end
-  offset = math.max(offset or 0, tonumber(time[1]) * 1048576)
+  offset = math.max(offset or 0, tonumber(time[1]) * 1048576 + math.floor(tonumber(time[2]) * 1.048576))
   redis.call('HSET', KEYS[1], 'run', ARGV[1], 'offset', string.format('%.0f', offset))
 end
 local count = (#ARGV - 3) / 2
@@ -203,7 +203,7 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     if stored is None or (run_id and run != run_id):
         if stored is not None and run is not None:
             execute(b"HINCRBY", meta, b"restarts", b"1")
-        offset = max(offset, seconds << OFFSET_BITS)
+        offset = max(offset, (seconds << OFFSET_BITS) + (microseconds << OFFSET_BITS) // 1_000_000)
         execute(b"HSET", meta, b"run", run_id, b"offset", b"%d" % offset)
     if execute(b"XLEN", stream) + len(records) // 2 > int(waiting_max):
         return ErrorReply(f"{FULL}: {int(waiting_max)} records wait for the archive")
