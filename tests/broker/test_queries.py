@@ -132,6 +132,29 @@ def test_an_unknown_query_is_asked_for_again_when_what_is_known_is_old() -> None
     assert asked(broker.open(3, REQUEST, grant=ANN), QUERIES_KEY) != []
 
 
+def test_a_query_that_one_server_does_not_have_is_unknown_only_if_all_servers_say_so() -> None:
+    """A server that has lost its data knows nothing; the one that is away may know the query."""
+    broker = Broker(replace(OPTIONS, logs={"l1": "redis://l1:6379", "l2": "redis://l2:6379"}))
+    [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
+    [refusal, _] = frames(defined(broker, ask, None), 1)
+    assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+    broker.up("log:l2")
+    again = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
+    assert [send.link for send in again] == [LOG, "log:l2"]
+    assert frames(defined(broker, again[0], None), 2) == []
+    [refusal, _] = frames(broker.tell(Replied("log:l2", again[1].tag, [None])), 2)
+    assert (refusal.code, refusal.retry) == ("unknown_query", "never")
+
+
+def test_a_known_query_is_served_while_a_server_is_away() -> None:
+    broker = Broker(replace(OPTIONS, logs={"l1": "redis://l1:6379", "l2": "redis://l2:6379"}))
+    [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
+    defined(broker, ask, NEAR)
+    broker.pass_time(BELIEVED_S)
+    [ask] = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
+    assert not any(isinstance(frame, Error) for frame in frames(defined(broker, ask, None), 2))
+
+
 def test_an_interest_is_renewed_while_it_has_users() -> None:
     broker, register = joining()
     opened(broker)
