@@ -152,11 +152,15 @@ def terms_are_not_checked() -> Generator[None]:
         stack.enter_context(replaced(Program, _begin=begin, _check_term=check))
         for module in (model_query,):
             store, append = module.store_progress_command, module.append_many_command
-            stack.enter_context(replaced(
-                module,
-                store_progress_command=lambda query, progress, term: store(query, progress, 10**9),
-                append_many_command=lambda new, run, options, term, number: append(new, run, options, 10**9, number),
-            ))
+            stack.enter_context(
+                replaced(
+                    module,
+                    store_progress_command=lambda query, progress, term: store(query, progress, 10**9),
+                    append_many_command=lambda new, run, options, term, number: append(
+                        new, run, options, 10**9, number
+                    ),
+                )
+            )
         yield
 
 

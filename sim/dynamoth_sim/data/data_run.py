@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from dynamoth.data.catalog import QUERIES_KEY
+from dynamoth.data.datasets import Dataset
+from dynamoth.data.records import partition_name, partition_of
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.data.data_users import Reporter
-from dynamoth_sim.data.data_world import DATASETS, TYPES, DataOptions, DataWorld, data_edge
+from dynamoth_sim.data.data_world import DATASETS, TYPES, DataOptions, DataWorld, data_edge, partitions
 from dynamoth_sim.data.folder import Folder
 from dynamoth_sim.edge.run import (
     CRASHES,
@@ -22,6 +25,8 @@ from dynamoth_sim.edge.run import (
     EdgeProfile,
 )
 from dynamoth_sim.world.network import Pipe
+from dynamoth_sim.world.redis import RedisServer
+from dynamoth_sim.world.redis_keys import Snapshot
 from dynamoth_sim.world.world import World
 
 USERS = 5
@@ -35,6 +40,7 @@ HANG_S_MAX = 1.0
 """How long a data cluster hangs, at most: shorter than an interest without users is kept."""
 
 HOLD_CLUSTER_S_MAX = 0.2
+SLOW_LOG_S_MAX = 0.3
 AWAY_S_MAX = 4.5
 
 EXECUTED_S = 1.5
@@ -56,7 +62,7 @@ DATA_PROFILES: dict[str, DataProfile] = {
         DataProfile(
             name="data-calm",
             servers=2,
-            faults=("join", "leave", "slow cluster"),
+            faults=("join", "leave", "slow cluster", "slow log"),
             edge=data_edge(),
         ),
         DataProfile(
@@ -91,6 +97,8 @@ class DataChaos(EdgeChaos):
     def __init__(self, edge: DataWorld, profile: DataProfile) -> None:
         self._data = edge
         super().__init__(edge, profile)
+        #: Log servers that do not run, or are about to be restored.
+        self._in_trouble: set[str] = set()
         #: Backups of folders, by data cluster.
         self._backups: dict[str, dict[str, Folder]] = {}
 
@@ -103,6 +111,7 @@ class DataChaos(EdgeChaos):
             "old folder": self._old_folder,
             "stop log": self._stop_log,
             "lose log": self._lose_log,
+            "slow log": self._slow_log,
             "away": self._send_away,
         }
 
@@ -154,23 +163,56 @@ class DataChaos(EdgeChaos):
 
     # Log servers.
 
+    def _server(self) -> RedisServer | None:
+        """Choose a log server that nothing is done to."""
+        free = [each for each in self._edge.logs.values() if each.id not in self._in_trouble]
+        return self._random.choice(free) if free else None
+
+    def _stop(self, server: RedisServer, snapshot: Snapshot | None) -> None:
+        """Stop a log server, and start it after a while with this content; None: empty."""
+        server.stop()
+        self._in_trouble.add(server.id)
+
+        def start() -> None:
+            self._in_trouble.discard(server.id)
+            server.start(snapshot)
+
+        self._until(DOWN_S_MAX * self._random.random(), start)
+
     def _stop_log(self) -> None:
         """A log server restarts, with everything."""
-        server = self._random.choice(list(self._edge.logs.values()))
-        if server.up:
-            server.stop()
-            snapshot = server.snapshot()
-            self._until(DOWN_S_MAX * self._random.random(), lambda: None if server.up else server.start(snapshot))
+        server = self._server()
+        if server is not None:
+            self._stop(server, server.snapshot())
+
+    def _restore_log(self) -> None:
+        """A log server takes a snapshot, goes on, and restarts with the snapshot."""
+        server = self._server()
+        if server is None or not server.hash(QUERIES_KEY):
+            return
+        self._in_trouble.add(server.id)
+        snapshot = server.snapshot()
+        self._world.after(0.5 * self._random.random(), self._stop, server, snapshot)
 
     def _lose_log(self) -> None:
-        """A log server restarts without anything; the data cluster, too, perhaps."""
-        server = self._random.choice(list(self._edge.logs.values()))
-        if not server.up:
+        """A log server restarts without anything, unless it alone has the definitions; perhaps the cluster dies, too."""
+        server = self._server()
+        others = [each for each in self._edge.logs.values() if each is not server]
+        if server is None or not all(each.up and each.hash(QUERIES_KEY) for each in others):
             return
-        server.stop()
-        self._until(DOWN_S_MAX * self._random.random(), lambda: None if server.up else server.start())
+        self._stop(server, None)
         if self._random.random() < 0.5:
             self._data.current.kill()
+
+    def _slow_log(self) -> None:
+        """What brokers ask one log server, or what that answers, is late."""
+        network, server = self._edge.cluster.network, self._random.choice(list(self._edge.logs.values()))
+        is_to_server = self._random.random() < 0.5
+        for each in network.connections(server=server.id):
+            if each.process in {broker.name for broker in self._edge.brokers.values()}:
+                pipe = each.to_server if is_to_server else each.to_client
+                pipe.hold()
+                self._until(SLOW_LOG_S_MAX * self._random.random(), pipe.release)
 
     # Users.
 
@@ -250,16 +292,23 @@ class _Workload:
         self._world.after(THINK_S_MAX * self._random.random(), self._report, number)
 
     def report_everything(self) -> None:
-        """Report a record of each type, some for each partition."""
-        left = [(dataset.name, type_) for dataset in DATASETS for type_ in TYPES for _ in range(2)]
+        """Report records of each type, and go on until every partition has one."""
+        left = [(dataset, type_) for dataset in DATASETS for type_ in TYPES]
+        without = {name for dataset in DATASETS for name in partitions(dataset)}
         for reporter in self._edge.reporters:
-            self._report_next(reporter, left)
+            self._report_next(reporter, left, without)
 
-    def _report_next(self, reporter: Reporter, left: list[tuple[str, str]]) -> None:
-        if not left:
+    def _report_next(self, reporter: Reporter, left: list[tuple[Dataset, str]], without: set[str]) -> None:
+        if not left and not without:
             return
         if not reporter.is_reporting:
-            chosen = left.pop()
-            reporter.choose = lambda: chosen
-            reporter.report()
-        self._world.after(0.02, self._report_next, reporter, left)
+            dataset, type_ = left.pop() if left else (_dataset_of(without), self._random.choice(TYPES))
+            reporter.choose = lambda: (dataset.name, type_)
+            id_ = reporter.report()
+            without.discard(partition_name(dataset.stream, partition_of(dataset, id_, 0)))
+        self._world.after(0.02, self._report_next, reporter, left, without)
+
+
+def _dataset_of(names: set[str]) -> Dataset:
+    """Return the first dataset that has one of these partitions."""
+    return next(each for each in DATASETS if names.intersection(partitions(each)))

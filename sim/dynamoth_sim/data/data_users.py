@@ -71,10 +71,12 @@ class Reporter(UserApp):
     def start(self) -> None:
         """Start the application; it goes on with the record that was not acknowledged."""
         super().start()
+        if self._sending is not None:
+            self.data_audit.unacknowledged(self._sending[1])
         self._send()
 
-    def report(self) -> None:
-        """Report a new record; not before the one before it is acknowledged."""
+    def report(self) -> str:
+        """Report a new record, not before the one before it is acknowledged; return its id."""
         assert self._sending is None, "one at a time"
         self._count += 1
         dataset, type_ = self.choose()
@@ -82,6 +84,7 @@ class Reporter(UserApp):
         self._sending = dataset, id_, json.dumps({"id": id_, "type": type_}).encode()
         self.data_audit.reported(id_, dataset, type_)
         self._send()
+        return id_
 
     def _send(self) -> None:
         if self._sending is not None and self.process is not None:
@@ -98,6 +101,7 @@ class Reporter(UserApp):
             self.data_audit.acknowledged(self._sending[1])
             self._sending = None
         elif action.is_retryable:
+            self.data_audit.unacknowledged(self._sending[1])
             self.world.after(RETRY_S, self._send_again, self._sending[1])
         else:
             self.problems.append(f"{self.name} may not report {self._sending}: {action.code}: {action.reason}")

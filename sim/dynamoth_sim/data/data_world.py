@@ -105,7 +105,7 @@ class DataWorld(EdgeWorld):
                 self.execute(server, put_command(QUERIES_KEY, query.name, entry_of(query)))
         datasets = {each.name: each for each in DATASETS}
         for query in QUERIES:
-            offsets = {name: 0 for name in partitions(datasets[query.on])}
+            offsets = dict.fromkeys(partitions(datasets[query.on]), 0)
             server = self.logs[executions_server(query.name, tuple(self.logs))]
             self.execute(server, begin_progress_command(query.name, {"tick_ms": 0, "offsets": offsets}))
 

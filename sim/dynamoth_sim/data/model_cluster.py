@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
@@ -71,12 +72,12 @@ class Program:
 
     def _begin(self) -> Asking:
         """Return a term that is larger than all before it, once every server has it."""
-        terms: list[int] = []
+        term = 0
         for id_ in self._place.servers:
-            terms.append(int((yield from ask(id_, b"INCR", TERM_KEY))))
+            term = max(term, int((yield from ask(id_, b"INCR", TERM_KEY))))
         for id_ in self._place.servers:
-            yield from ask(id_, *raise_term_command(max(terms)))
-        return max(terms)
+            yield from ask(id_, *raise_term_command(term))
+        return term
 
     def _check_term(self) -> Asking:
         for id_ in self._place.servers:
@@ -178,8 +179,14 @@ class DataClusterApp:
 
     def _make_machine(self, _incarnation: int) -> TaskMachine:
         machine = TaskMachine(self._urls, TIMEOUT_S)
-        new_epoch = lambda: self._world.random.getrandbits(64)  # noqa: E731
-        place = Place(machine, tuple(self._urls), self._durable, self._witness, new_epoch, datasets=self._datasets)
+        place = Place(
+            machine,
+            tuple(self._urls),
+            self._durable,
+            self._witness,
+            partial(self._world.random.getrandbits, 64),
+            datasets=self._datasets,
+        )
         machine.add(Program(place, self._queries, self.folders).run())
         return machine
 
