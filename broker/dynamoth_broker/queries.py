@@ -6,7 +6,8 @@ A subscription to a query waits, before the log is read, until the interest is r
 on each execution is for it, too. So whoever is confirmed misses nothing that is executed later.
 
 An interest that this broker has registered is renewed before its time is over, for as long as it has users, and when
-its log server comes back: that may have lost it. Nobody takes a registration back: it ends by itself, ``keep_s`` after
+its log server comes back: that may have lost it. Until the server has answered, it does not count as registered, and
+those without users are forgotten then: the next user has them registered. Nobody takes a registration back: it ends by itself, ``keep_s`` after
 the last renewal. So a user who moves or reconnects, or whose broker dies, finds it as it was.
 """
 
@@ -142,9 +143,11 @@ class Queries:
 
     def on_log_up(self, server: str, now: float) -> list[BrokerAction]:
         """Register everything at a log server again: it may have lost it, as the connection was."""
-        for interest_id, (_, keep_s) in self._renew_at.items():
+        for interest_id in [each for each in self._renew_at if self._logs.server_of(each) == server]:
             interest = self._interests.by_id.get(interest_id)
-            if interest is not None and interest.users and self._logs.server_of(interest_id) == server:
+            _, keep_s = self._renew_at.pop(interest_id)
+            if interest is not None and interest.users:
+                self._renew_at[interest_id] = now, keep_s
                 self._register(interest, keep_s)
         return self.flush(now)
 

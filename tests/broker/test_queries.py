@@ -185,6 +185,32 @@ def test_a_log_server_that_comes_back_gets_its_registrations_again() -> None:
     assert INTEREST.id.encode() in again.args
 
 
+def test_an_interest_without_users_is_registered_again_when_its_log_server_has_come_back() -> None:
+    """The server may have lost it, and the next user must not be confirmed before it is registered."""
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    broker.tell(Closed(1))
+    broker.tell(LinkDown(LOG, "restarts"))
+    assert scripts(broker.up(LOG, "another run"), REGISTER_SCRIPT) == []
+    actions = broker.open(2, REQUEST, grant=ANN)
+    [again] = scripts(actions, REGISTER_SCRIPT)
+    assert only(Subscribed, frames(actions, 2)) == []
+    confirmed = broker.tell(Replied(LOG, again.tag, 1))
+    assert [type(each) for each in frames(confirmed, 2)] == [Subscribed, MovedIn]
+
+
+def test_nobody_is_confirmed_until_a_log_server_that_has_come_back_has_registered_an_interest_again() -> None:
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    broker.tell(LinkDown(LOG, "restarts"))
+    [first] = scripts(broker.up(LOG, "another run"), REGISTER_SCRIPT)
+    assert only(Subscribed, frames(broker.open(2, REQUEST, grant=ANN), 2)) == []
+    confirmed = broker.tell(Replied(LOG, first.tag, 1))
+    assert [type(each) for each in frames(confirmed, 2)] == [Subscribed, MovedIn]
+
+
 def test_a_notice_has_the_log_read_once_for_all() -> None:
     broker, register = joining()
     opened(broker, tip=0)
