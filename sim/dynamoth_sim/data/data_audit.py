@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from dynamoth.data.executions import Window
@@ -244,7 +245,7 @@ class DataAudit:
 
     @staticmethod
     def _is_part(one: str, other: str) -> bool:
-        """Tell whether one of two result sets has rows of the other one only: the server has lost the rest meanwhile."""
+        """Tell whether one of two result sets has rows of the other one only, as the server has lost the rest."""
         first, second = ([row["id"] for row in json.loads(each)["rows"]] for each in (one, other))
         return set(first) <= set(second) or set(second) <= set(first)
 
@@ -330,7 +331,7 @@ class DataAudit:
     def _windows(self, query: str) -> list[tuple[int, _Execution]]:
         """Return the executions in order; each begins where the one before has ended."""
         windows = sorted(self._executions.get(query, {}).items())
-        for (number, before), (next_number, after) in zip(windows, windows[1:], strict=False):
+        for (number, before), (next_number, after) in pairwise(windows):
             if next_number != number + 1 or after.start != before.end:
                 text = (
                     f"{query}: execution {next_number} begins at {after.start}, and {number} has ended at {before.end}"

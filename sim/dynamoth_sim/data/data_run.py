@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from dynamoth.data.catalog import QUERIES_KEY
@@ -195,7 +195,7 @@ class DataChaos(EdgeChaos):
         self._world.after(0.5 * self._random.random(), self._stop, server, snapshot)
 
     def _lose_log(self) -> None:
-        """A log server restarts without anything, unless it alone has the definitions; perhaps the cluster dies, too."""
+        """A log server restarts empty, unless it alone has the definitions; perhaps the data cluster dies, too."""
         server = self._server()
         others = [each for each in self._edge.logs.values() if each is not server]
         if server is None or not all(each.up and each.hash(QUERIES_KEY) for each in others):

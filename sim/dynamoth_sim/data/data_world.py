@@ -121,13 +121,13 @@ class DataWorld(EdgeWorld):
             self.current.start()
         self.world.after(RESTART_S * (0.5 + self.world.random.random()), self.supervise)
 
-    def add_query_user(self, name: str, interests: list[Interest]) -> QueryUser:
-        """Add a user of queries; the caller starts it."""
-        return self._add(QueryUser(self, name, self.user_options(), interests))
+    def add_query_user(self, name: str, interests: list[Interest], first: str | None = None) -> QueryUser:
+        """Add a user of queries; the caller starts it. ``first`` is the broker that it tries first."""
+        return self._add(QueryUser(self, name, self.user_options(first), interests))
 
-    def add_reporter(self, name: str) -> Reporter:
+    def add_reporter(self, name: str, first: str | None = None) -> Reporter:
         """Add a user who reports; the caller starts it."""
-        reporter = self._add(Reporter(self, name, self.user_options(), []))
+        reporter = self._add(Reporter(self, name, self.user_options(first), []))
         random = self.world.random
         reporter.choose = lambda: (random.choice(DATASETS).name, random.choice(TYPES))
         self.reporters.append(reporter)

@@ -132,6 +132,7 @@ class DataClusterApp:
         self._reader: Process | None = None
         self._publisher: Process | None = None
         self._process: Process | None = None
+        self._place: Place | None = None
         #: How often it was started: messages of a former life may still be answered.
         self._life = 0
         #: Messages that are not published yet, by the number of their ``PublishResults``.
@@ -149,6 +150,11 @@ class DataClusterApp:
         """Everything that runs now."""
         every = (self._reader, self._publisher, self._process)
         return [process for process in every if process is not None]
+
+    @property
+    def term(self) -> int:
+        """Its term; 0 before it has one."""
+        return 0 if self._place is None or self.machine is None else self._place.term
 
     # Life.
 
@@ -179,7 +185,7 @@ class DataClusterApp:
 
     def _make_machine(self, _incarnation: int) -> TaskMachine:
         machine = TaskMachine(self._urls, TIMEOUT_S)
-        place = Place(
+        self._place = place = Place(
             machine,
             tuple(self._urls),
             self._durable,
@@ -196,12 +202,17 @@ class DataClusterApp:
             process.crash(reason)
         self._reader = self._publisher = self._process = None
 
+    @property
+    def machine(self) -> TaskMachine | None:
+        """The machine that runs its tasks; None while it does not run."""
+        machine = None if self._process is None else self._process.machine
+        assert machine is None or isinstance(machine, TaskMachine)
+        return machine
+
     def kill_after(self, commands: int, *, before: bool) -> None:
         """Kill it at the command that is this many away, before or after it is sent."""
-        if self._process is not None:
-            machine = self._process.machine
-            assert isinstance(machine, TaskMachine)
-            machine.commands_left, machine.dies_before = commands, before
+        if self.machine is not None:
+            self.machine.commands_left, self.machine.dies_before = commands, before
 
     def pause(self, duration_s: float) -> None:
         """Let it hang for a time."""

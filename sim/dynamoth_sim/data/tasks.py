@@ -97,8 +97,9 @@ class _Running:
     """A task, and what it waits for."""
 
     task: Task
-    #: The server that it waits for.
+    #: The server that it waits for, and the command that this has not answered.
     server: str | None = None
+    command: Command = ()
     #: When it goes on, or when it gives the server up.
     until: float | None = None
     #: Numbers what it waits for: an answer to something before that comes too late.
@@ -132,6 +133,10 @@ class TaskMachine:
         """Begin a task, with the next event at the latest."""
         self._new.append(task)
 
+    def is_asking(self, command: Command) -> bool:
+        """Tell whether a command is not answered yet."""
+        return any(each.server is not None and each.command == command for each in self._tasks)
+
     def handle(self, event: Any, now: float) -> list[Any]:
         """Handle one event; return the actions to execute, in order."""
         self.now = now
@@ -149,7 +154,9 @@ class TaskMachine:
                 if running in self._tasks and running.turn == turn:
                     actions += self._step(running, value)
             case ResultsPublished(number):
-                actions += self._step(self._publishing.pop(number), None)
+                running = self._publishing.pop(number)
+                if running in self._tasks:
+                    actions += self._step(running, None)
             case Tick():
                 for running in [each for each in self._tasks if each.until is not None and each.until <= now]:
                     late = None if running.server is None else ServerFailed(f"{running.server}: it does not answer")
@@ -194,7 +201,7 @@ class TaskMachine:
                     outcome = ServerFailed(f"{server}: there is no connection")
 
     def _send(self, running: _Running, server: str, command: Command) -> list[Any]:
-        running.server, running.until = server, self.now + self.timeout_s
+        running.server, running.command, running.until = server, command, self.now + self.timeout_s
         send = Send(server, command, (running, running.turn))
         if self.commands_left is None:
             return [send]

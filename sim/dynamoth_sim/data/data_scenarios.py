@@ -1,0 +1,149 @@
+"""Scripts for standing queries: the moments in which a record or a result set could be lost, or come twice.
+
+U and V are users, R reports records by way of the last broker. See ``edge.scenarios``.
+"""
+
+from __future__ import annotations
+
+from dynamoth.data.records import partition_name, tip_command
+from dynamoth.edge.interests import Interest, query_interest
+from dynamoth_sim.data.data_stage import DataScenario, DataStage
+from dynamoth_sim.data.data_world import KEEP_S, DataOptions, data_edge
+from dynamoth_sim.edge.stage import AT_ONCE_S
+from dynamoth_sim.world.redis import RedisServer
+
+ALERTS_A, ALERTS_B = (query_interest("alerts_of", {"type": type_}) for type_ in ("a", "b"))
+
+LOSES = DataOptions(records_may_be_lost=True, skew_s=0.0)
+
+ALERTS = partition_name("alerts", 0)
+
+
+def _other(stage: DataStage, server: RedisServer) -> RedisServer:
+    return next(each for each in stage.edge.logs.values() if each is not server)
+
+
+# Interests.
+
+
+def registered_before_confirmed(stage: DataStage) -> None:
+    """b1 cannot learn yet what U's query is: U is not confirmed, as nothing is executed for it."""
+    interest = ALERTS_A
+    held = _other(stage, stage.log_of(interest))
+    with stage.held("b1", held.id, to_server=True):
+        user = stage.new_user("U", interest)
+        stage.run(AT_ONCE_S)
+        stage.report(interest)
+        stage.execute()
+    stage.wait_served(user, "b1")
+    stage.report(interest)
+    stage.execute()
+    stage.expect_results(user, 1)
+
+
+def registered_in_a_window(stage: DataStage) -> None:
+    """U subscribes, and R reports, while the data cluster reads where a window ends: the window is about U."""
+    server = stage.partition_server(ALERTS)
+    stage.query_user("V", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.execute()
+    stage.report(ALERTS_A)
+    stage.wait_asked(stage.data.current, tip_command(ALERTS))
+    with stage.held("dc1", server.id, to_server=True):
+        user = stage.query_user("U", ALERTS_B)
+        stage.report(ALERTS_B)
+    stage.execute()
+    stage.expect_results(user, 1)
+
+
+def comes_back_late(stage: DataStage) -> None:
+    """U comes back when its interest has ended: it gets a gap, as it may have missed something."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.query_user("V", ALERTS_B)
+    stage.report(ALERTS_A)
+    stage.execute()
+    user.crash()
+    stage.run(2 * KEEP_S)
+    stage.report(ALERTS_A)
+    stage.execute()
+    user.start()
+    stage.wait_served(user)
+    stage.run(AT_ONCE_S)
+    stage.expect_data_gaps(1)
+
+
+def log_server_loses_interests(stage: DataStage) -> None:
+    """The server of U's log loses everything while no data cluster runs that knows U's interest: b1 knows it."""
+    user = stage.query_user("U", ALERTS_A)
+    _lose_everything(stage, ALERTS_A)
+    stage.start_data_cluster(stage.data.current)
+    stage.report(ALERTS_A)
+    stage.execute()
+    stage.expect_results(user, 1)
+
+
+def log_server_loses_interests_without_users(stage: DataStage) -> None:
+    """The same, and b1 has no users of the interest just then: it registers the interest for the next one."""
+    stage.query_user("V", ALERTS_B, ALERTS_A).leave(ALERTS_A)
+    _lose_everything(stage, ALERTS_A)
+    stage.start_data_cluster(stage.data.current)
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.execute()
+    stage.expect_results(user, 1)
+
+
+def _lose_everything(stage: DataStage, interest: Interest) -> None:
+    """Kill the data cluster, and restart the log server of an interest without anything."""
+    stage.data.current.kill()
+    server, brokers = stage.log_of(interest), stage.edge.brokers.values()
+    server.stop()
+    stage.wait("brokers notice", lambda: all(each.machine.logs.faults for each in brokers))
+    server.start()
+    stage.wait("brokers are back", lambda: not any(each.machine.logs.faults for each in brokers))
+    stage.run(AT_ONCE_S)
+
+
+# Records.
+
+
+def answer_is_lost(stage: DataStage) -> None:
+    """b1 loses the answer to a record, and R2 sends it again: it is stored once."""
+    user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
+    server = stage.partition_server(ALERTS)
+    with stage.held("b1", server.id, to_server=False):
+        stage.begin_report(ALERTS_A, reporter)
+        stage.run(AT_ONCE_S)
+        stage.cut("b1", server.id)
+    stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
+    stage.execute()
+    stage.expect_results(user, 1)
+
+
+def record_is_lost(stage: DataStage) -> None:
+    """A record never comes to its log server: nobody has acknowledged it, so R2 sends it again."""
+    user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
+    server = stage.partition_server(ALERTS)
+    with stage.held("b1", server.id, to_server=True):
+        stage.begin_report(ALERTS_A, reporter)
+        stage.run(AT_ONCE_S)
+        stage.cut("b1", server.id)
+    stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
+    stage.execute()
+    stage.expect_results(user, 1)
+
+
+DATA_SCENARIOS: dict[str, DataScenario] = {
+    "data-answer-is-lost": DataScenario(answer_is_lost, edge=data_edge(), losses_allowed=True),
+    "data-comes-back-late": DataScenario(comes_back_late, edge=data_edge(), losses_allowed=True),
+    "data-log-server-loses-interests": DataScenario(
+        log_server_loses_interests, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-log-server-loses-interests-without-users": DataScenario(
+        log_server_loses_interests_without_users, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-record-is-lost": DataScenario(record_is_lost, edge=data_edge(), losses_allowed=True),
+    "data-registered-before-confirmed": DataScenario(registered_before_confirmed, edge=data_edge()),
+    "data-registered-in-a-window": DataScenario(registered_in_a_window, edge=data_edge()),
+}
+"""Every scenario by its name."""
