@@ -6,9 +6,10 @@ A subscription to a query waits, before the log is read, until the interest is r
 on each execution is for it, too. So whoever is confirmed misses nothing that is executed later.
 
 An interest that this broker has registered is renewed before its time is over, for as long as it has users, and when
-its log server comes back: that may have lost it. Until the server has answered, it does not count as registered, and
-those without users are forgotten then: the next user has them registered. Nobody takes a registration back: it ends by itself, ``keep_s`` after
-the last renewal. So a user who moves or reconnects, or whose broker dies, finds it as it was.
+its log server comes back: that may have lost it. Until the server has answered, the interest does not count as
+registered. Interests without users are forgotten then, and registered for the next user. Nobody takes a registration
+back: it ends by itself, ``keep_s`` after the last renewal. So a user who moves or reconnects, or whose broker dies,
+finds it as it was.
 """
 
 from __future__ import annotations
