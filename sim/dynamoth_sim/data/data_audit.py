@@ -7,7 +7,8 @@ It does not ask how the data cluster works: it looks at the streams of the datas
 name, and at what users receive. ``Violation.guarantee`` is one of these:
 
 * D1, nothing is lost: a user who was confirmed before a record was reported gets it, if the record was acknowledged
-  and matches the user's interest. What is missing is announced: a gap lies between the executions around it.
+  and matches the user's interest. What is missing is announced: a gap lies between the executions around it, and came
+  when the record had been reported.
 * D2, exactly once and in order: the executions of one subscription grow, and no record is in two of them. After a gap
   that says that the log was lost, the last ones may come again, with the same content.
 * D3, one result: an execution has one window, and for each interest one result set.
@@ -62,18 +63,24 @@ class _Subscription:
     asked_at: float
     confirmed_at: float | None = None
     ended_at: float | None = None
-    #: Executions that came, in order; None is a gap.
+    #: Executions that came, in order; None is a gap. And when they came.
     came: list[int | None] = field(default_factory=list["int | None"])
+    came_at: list[float] = field(default_factory=list[float])
     #: Records that came, with their execution.
     records: dict[str, int] = field(default_factory=dict[str, int])
 
-    def covers(self, execution: int) -> bool:
-        """Tell whether a gap lies where an execution is missing."""
+    def note(self, execution: int | None, at: float) -> None:
+        """Note that an execution came, or a gap."""
+        self.came.append(execution)
+        self.came_at.append(at)
+
+    def covers(self, execution: int, reported_at: float) -> bool:
+        """Tell whether a gap lies where an execution is missing, with records that were reported before the gap."""
         before = 0
         for index, each in enumerate(self.came):
             if each is not None:
                 before = max(before, each)
-            elif before < execution:
+            elif before < execution and reported_at <= self.came_at[index]:
                 after = next((other for other in self.came[index:] if other is not None), None)
                 if after is None or execution < after:
                     return True
@@ -205,7 +212,7 @@ class DataAudit:
     def gap(self, user: str, interest: Interest, reason: str, *, was_away_long: bool) -> None:
         """A gap was announced to a user."""
         self.totals.gaps += 1
-        self._open[user, interest.id].came.append(None)
+        self._open[user, interest.id].note(None, self._now())
         if (not self._gaps_allowed and not was_away_long) or self._now() > self._calm_at:
             self._violate("D1", f"{user} gets a gap of {interest.name} {interest.params}: {reason}", interest)
 
@@ -216,7 +223,7 @@ class DataAudit:
         execution, subscription = int(result["execution"]), self._open[user, interest.id]
         who = f"{user}, {interest.name} {interest.params}, execution {execution}"
         self._check_order(subscription, execution, who)
-        subscription.came.append(execution)
+        subscription.note(execution, self._now())
         self._check_result(interest, execution, payload.decode(), who)
         if interest.name != result["query"]:
             self._violate("D5", f"{who}: it is of query {result['query']}", interest)
@@ -372,7 +379,7 @@ class DataAudit:
             if record.id in subscription.records:
                 continue
             execution = executed_in.get(record.id, 0)
-            if record.began_at < self._calm_at and subscription.covers(execution):
+            if record.began_at < self._calm_at and subscription.covers(execution, record.began_at):
                 self.totals.covered_losses += 1
                 continue
             self.totals.lost += 1

@@ -1,25 +1,29 @@
-"""Standing queries with one remedy switched off, and the random worlds that must find it."""
+"""Standing queries with one remedy switched off, and the scripts and random worlds that must fail then."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import dynamoth.data.executions
+import dynamoth.data.records
 import dynamoth.data.registrations
 import dynamoth_broker.records
-from dynamoth.data.executions import Checkpoint, Progress, Window, continuation
+from dynamoth.data.executions import Checkpoint, Progress, Window, continuation, store_progress_command
 from dynamoth.data.records import append_records_command
 from dynamoth.edge.log import append_many_command
+from dynamoth_broker.definitions import Definitions
 from dynamoth_broker.queries import Queries
 from dynamoth_broker.records import Outcome, Records
 from dynamoth_sim.data import model_query
 from dynamoth_sim.data.model_cluster import Program
 from dynamoth_sim.data.model_query import Asking, ModelQuery
-from dynamoth_sim.mutations.mutation import Mutation, no_actions, replaced, returning
+from dynamoth_sim.mutations.mutation import Check, no_actions, replaced, returning
+
+SAME_TERM = 1_000_000
 
 # Mutations replace private methods.
 # pyright: reportPrivateUsage=false
@@ -48,6 +52,31 @@ def interests_are_not_renewed() -> AbstractContextManager[None]:
 def lost_interests_are_not_registered() -> AbstractContextManager[None]:
     """A broker does not register again what a log server has lost."""
     return replaced(Queries, on_log_up=no_actions)
+
+
+def interests_without_users_count() -> AbstractContextManager[None]:
+    """A broker takes interests without users for registered, though their log server may have lost them."""
+    on_log_up = Queries.on_log_up
+
+    def keep(self: Queries, server: str, now: float) -> list[Any]:
+        before = dict(self._renew_at)
+        actions = on_log_up(self, server, now)
+        self._renew_at = {**before, **self._renew_at}
+        return actions
+
+    return replaced(Queries, on_log_up=keep)
+
+
+def one_server_knows_definitions() -> AbstractContextManager[None]:
+    """A broker takes the answer of any log server for that of all."""
+    replied = Definitions._replied
+
+    def believe(self: Definitions, name: str, known: Any, reply: Any, now: float, *, is_query: bool) -> Sequence[Any]:
+        if known.unanswered == 1 and (known.answers or reply is not None):
+            known.answers = len(self._ids) - (reply is not None)
+        return replied(self, name, known, reply, now, is_query=is_query)
+
+    return replaced(Definitions, _replied=believe)
 
 
 def records_come_twice() -> AbstractContextManager[None]:
@@ -81,6 +110,20 @@ def logs_outlive_interests() -> AbstractContextManager[None]:
         return evaluate(words, lambda *words: 0 if words[0] == b"DEL" else execute(*words))
 
     return replaced(dynamoth.data.registrations, evaluate=keep)
+
+
+def offsets_begin_with_seconds() -> AbstractContextManager[None]:
+    """Offsets of a new stream begin with the second of the server's clock."""
+    evaluate = dynamoth.data.records.evaluate
+
+    def whole_seconds(words: Sequence[bytes], execute: Any) -> Any:
+        return evaluate(words, lambda *words: _without_fraction(execute(*words), words))
+
+    return replaced(dynamoth.data.records, evaluate=whole_seconds)
+
+
+def _without_fraction(reply: Any, words: Sequence[bytes]) -> Any:
+    return [reply[0], b"0"] if words[0] == b"TIME" else reply
 
 
 # The data cluster.
@@ -136,30 +179,19 @@ def progress_after_publishing() -> AbstractContextManager[None]:
 
 @contextmanager
 def terms_are_not_checked() -> Generator[None]:
-    """A former data cluster goes on beside the newer one."""
+    """All data clusters have the same term: a former one goes on beside the newer one."""
 
-    def begin(self: Program) -> Asking:
-        yield from Program_begin(self)
-        return 1
+    def look_away(self: Program) -> Asking:
+        yield from ()
 
-    def check(self: Program) -> Asking:
-        return
-        yield
+    def store(query: str, progress: Progress, term: int) -> Any:
+        return store_progress_command(query, progress, SAME_TERM)
 
-    Program_begin = Program._begin
-    with ExitStack() as stack:
-        stack.enter_context(replaced(Program, _begin=begin, _check_term=check))
-        for module in (model_query,):
-            store, append = module.store_progress_command, module.append_many_command
-            stack.enter_context(
-                replaced(
-                    module,
-                    store_progress_command=lambda query, progress, term: store(query, progress, 10**9),
-                    append_many_command=lambda new, run, options, term, number: append(
-                        new, run, options, 10**9, number
-                    ),
-                )
-            )
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int) -> Any:
+        return append_many_command(publications, run_id, options, SAME_TERM, execution)
+
+    look = replaced(Program, _check_term=look_away)
+    with look, replaced(model_query, store_progress_command=store, append_many_command=append):
         yield
 
 
@@ -182,29 +214,31 @@ def progress_is_not_read() -> AbstractContextManager[None]:
     return replaced(dynamoth.data.executions, continuation=lambda progress: continuation(None))
 
 
-@dataclass(frozen=True, slots=True)
-class DataCheck:
-    """A mutation, the profile that finds it, and a guarantee that is broken then."""
-
-    profile: str
-    mutation: Mutation
-    broken: str
-
-
-DATA_CHECKS: tuple[DataCheck, ...] = (
-    DataCheck("data-calm", confirmed_before_registered, "D1"),
-    DataCheck("data-calm", interests_are_not_renewed, "D1"),
-    DataCheck("data-logs", lost_interests_are_not_registered, "D1"),
-    DataCheck("data-crashes", records_come_twice, "D2"),
-    DataCheck("data-crashes", acknowledged_before_stored, "D1"),
-    DataCheck("data-crashes", logs_outlive_interests, "D1"),
-    DataCheck("data-calm", interests_of_the_tick, "D1"),
-    DataCheck("data-calm", sealed_before_it_ends, "D1"),
-    DataCheck("data-crashes", executions_are_not_numbered, "D2"),
-    DataCheck("data-crashes", progress_after_publishing, "D3"),
-    DataCheck("data-crashes", terms_are_not_checked, "D3"),
-    DataCheck("data-crashes", checkpoints_always_fit, "D3"),
-    DataCheck("data-crashes", unfinished_executions_are_skipped, "D1"),
-    DataCheck("data-crashes", progress_is_not_read, "D4"),
+DATA_CHECKS: tuple[Check, ...] = (
+    Check("data-registered-before-confirmed", confirmed_before_registered, "D1"),
+    Check("data-registered-in-a-window", sealed_before_it_ends, "D1"),
+    Check("data-registered-in-a-window", interests_of_the_tick, "D1"),
+    Check("data-comes-back-late", logs_outlive_interests, "D1"),
+    Check("data-stays-registered", interests_are_not_renewed, "D1"),
+    Check("data-definition-is-elsewhere", one_server_knows_definitions, "B1"),
+    Check("data-log-server-loses-interests", lost_interests_are_not_registered, "D1"),
+    Check("data-log-server-loses-interests-without-users", interests_without_users_count, "D1"),
+    Check("data-server-is-lost-twice", offsets_begin_with_seconds, "D4"),
+    Check("data-answer-is-lost", records_come_twice, "D2"),
+    Check("data-record-is-lost", acknowledged_before_stored, "D1"),
+    Check("data-dies-after-appending", executions_are_not_numbered, "D2"),
+    Check("data-loses-its-disk-after-appending", progress_after_publishing, "D3"),
+    Check("data-loses-its-disk-after-appending", progress_is_not_read, "D4"),
+    Check("data-hangs-while-appending", terms_are_not_checked, "expected"),
+    Check("data-hangs-while-appending", unfinished_executions_are_skipped, "D1"),
+    Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
 )
-"""Every mutation of standing queries."""
+"""Every mutation of standing queries, with the script that must fail under it."""
+
+RANDOM_CHECKS: tuple[Check, ...] = (
+    Check("data-crashes", progress_after_publishing, "D3"),
+    Check("data-crashes", terms_are_not_checked, "D3"),
+    Check("data-crashes", unfinished_executions_are_skipped, "D1"),
+    Check("data-durable", checkpoints_always_fit, "D4"),
+)
+"""Mutations that random worlds find, too."""

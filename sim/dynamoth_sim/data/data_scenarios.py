@@ -5,9 +5,10 @@ U and V are users, R reports records by way of the last broker. See ``edge.scena
 
 from __future__ import annotations
 
-from dynamoth.data.records import partition_name, tip_command
+from dynamoth.data.records import partition_name
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth_sim.data.data_stage import DataScenario, DataStage
+from dynamoth_sim.data.data_users import QueryUser
 from dynamoth_sim.data.data_world import KEEP_S, DataOptions, data_edge
 from dynamoth_sim.edge.stage import AT_ONCE_S
 from dynamoth_sim.world.redis import RedisServer
@@ -48,7 +49,7 @@ def registered_in_a_window(stage: DataStage) -> None:
     stage.report(ALERTS_A)
     stage.execute()
     stage.report(ALERTS_A)
-    stage.wait_asked(stage.data.current, tip_command(ALERTS))
+    stage.wait_tip_asked(stage.data.current, ALERTS)
     with stage.held("dc1", server.id, to_server=True):
         user = stage.query_user("U", ALERTS_B)
         stage.report(ALERTS_B)
@@ -104,12 +105,37 @@ def _lose_everything(stage: DataStage, interest: Interest) -> None:
     stage.run(AT_ONCE_S)
 
 
+def stays_registered(stage: DataStage) -> None:
+    """U stays for longer than interests without users are kept, while no record matches."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.run(2 * KEEP_S)
+    stage.report(ALERTS_A)
+    stage.execute()
+    stage.expect_results(user, 1)
+
+
+def definition_is_elsewhere(stage: DataStage) -> None:
+    """One log server has lost the definitions, and the one that has them is away: U waits, and is not refused."""
+    stage.data.current.kill()
+    first, second = stage.edge.logs.values()
+    snapshot = second.snapshot()
+    second.stop()
+    first.flush()
+    user = stage.new_user("U", ALERTS_A)
+    stage.run(AT_ONCE_S)
+    stage.expect("U waits", not stage.is_served(user))
+    second.start(snapshot)
+    stage.wait_served(user)
+
+
 # Records.
 
 
 def answer_is_lost(stage: DataStage) -> None:
     """b1 loses the answer to a record, and R2 sends it again: it is stored once."""
     user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
+    stage.report(ALERTS_A, reporter)  # so b1 knows the dataset
+    stage.execute()
     server = stage.partition_server(ALERTS)
     with stage.held("b1", server.id, to_server=False):
         stage.begin_report(ALERTS_A, reporter)
@@ -117,12 +143,14 @@ def answer_is_lost(stage: DataStage) -> None:
         stage.cut("b1", server.id)
     stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
     stage.execute()
-    stage.expect_results(user, 1)
+    stage.expect_results(user, 2)
 
 
 def record_is_lost(stage: DataStage) -> None:
     """A record never comes to its log server: nobody has acknowledged it, so R2 sends it again."""
     user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
+    stage.report(ALERTS_A, reporter)  # so b1 knows the dataset
+    stage.execute()
     server = stage.partition_server(ALERTS)
     with stage.held("b1", server.id, to_server=True):
         stage.begin_report(ALERTS_A, reporter)
@@ -130,20 +158,109 @@ def record_is_lost(stage: DataStage) -> None:
         stage.cut("b1", server.id)
     stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
     stage.execute()
+    stage.expect_results(user, 2)
+
+
+def server_is_lost_twice(stage: DataStage) -> None:
+    """A log server loses everything, and again within a second: offsets go on, so that U gets what comes then."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.run(1.0 - stage.world.now % 1.0)  # both in one second of the server's clock
+    for _ in range(2):
+        stage.partition_server(ALERTS).flush()
+        stage.report(ALERTS_A)
+        stage.run(0.45)
+    stage.execute()
+    stage.expect_results(user, 2)
+
+
+# The data cluster.
+
+
+def _append_under_way(stage: DataStage) -> QueryUser:
+    """Return U, whose result set the data cluster has just appended; it does not know that yet."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.wait_appending(stage.data.current)
+    return user
+
+
+def dies_after_appending(stage: DataStage) -> None:
+    """The data cluster dies when it has appended a result set; it appends it again, and U gets it once."""
+    user = _append_under_way(stage)
+    stage.run(0.001)
+    stage.data.current.kill()
+    stage.start_data_cluster(stage.data.current)
+    stage.execute()
     stage.expect_results(user, 1)
+
+
+def loses_its_disk_after_appending(stage: DataStage) -> None:
+    """The same, and the next data cluster has another disk, and more records: the window is the same."""
+    user = _append_under_way(stage)
+    stage.run(0.001)
+    stage.data.current.kill()
+    stage.report(ALERTS_A)
+    stage.data.current = stage.data.data_clusters[1]
+    stage.start_data_cluster(stage.data.current)
+    stage.execute()
+    stage.expect_results(user, 2)
+
+
+def hangs_while_appending(stage: DataStage) -> None:
+    """A data cluster hangs before it appends, another one takes over, and the first one goes on: it is refused."""
+    former, user = stage.data.current, _append_under_way(stage)
+    former.pause(1.0)
+    with stage.held(former.name, stage.log_of(ALERTS_A).id, to_server=True):
+        stage.data.current = stage.data.data_clusters[1]
+        stage.start_data_cluster(stage.data.current)
+        stage.execute()
+        stage.report(ALERTS_A)
+        stage.execute()
+    stage.wait("the former data cluster ends", lambda: not former.is_running)
+    stage.expect_results(user, 2)
+
+
+def comes_back_with_an_old_disk(stage: DataStage) -> None:
+    """A data cluster comes back that knows little of what another one has executed meanwhile."""
+    former, user = stage.data.current, stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.execute()
+    former.kill()
+    stage.data.current = stage.data.data_clusters[1]
+    stage.start_data_cluster(stage.data.current)
+    for _ in range(2):
+        stage.report(ALERTS_A)
+        stage.execute()
+    stage.data.current.kill()
+    stage.data.current = former
+    stage.start_data_cluster(former)
+    stage.report(ALERTS_A)
+    stage.execute()
+    stage.expect_results(user, 4)
 
 
 DATA_SCENARIOS: dict[str, DataScenario] = {
     "data-answer-is-lost": DataScenario(answer_is_lost, edge=data_edge(), losses_allowed=True),
+    "data-comes-back-with-an-old-disk": DataScenario(comes_back_with_an_old_disk, edge=data_edge()),
     "data-comes-back-late": DataScenario(comes_back_late, edge=data_edge(), losses_allowed=True),
+    "data-definition-is-elsewhere": DataScenario(
+        definition_is_elsewhere, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-dies-after-appending": DataScenario(dies_after_appending, edge=data_edge()),
+    "data-hangs-while-appending": DataScenario(hangs_while_appending, edge=data_edge()),
     "data-log-server-loses-interests": DataScenario(
         log_server_loses_interests, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
     "data-log-server-loses-interests-without-users": DataScenario(
         log_server_loses_interests_without_users, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
+    "data-loses-its-disk-after-appending": DataScenario(loses_its_disk_after_appending, edge=data_edge()),
     "data-record-is-lost": DataScenario(record_is_lost, edge=data_edge(), losses_allowed=True),
     "data-registered-before-confirmed": DataScenario(registered_before_confirmed, edge=data_edge()),
     "data-registered-in-a-window": DataScenario(registered_in_a_window, edge=data_edge()),
+    "data-server-is-lost-twice": DataScenario(
+        server_is_lost_twice, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-stays-registered": DataScenario(stays_registered, edge=data_edge()),
 }
 """Every scenario by its name."""

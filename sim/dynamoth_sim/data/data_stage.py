@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dynamoth.data.records import partition_server
+from dynamoth.data.records import partition_server, tip_command
 from dynamoth.edge.interests import Interest, query_interest
+from dynamoth.edge.log import APPEND_MANY_SCRIPT
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.data.data_users import QueryUser, Reporter
 from dynamoth_sim.data.data_world import DATASETS, TYPES, DataOptions, DataWorld, partitions
@@ -98,15 +99,21 @@ class DataStage(EdgeStage):
         """Return the log server that has a partition."""
         return self.edge.logs[partition_server(partition, tuple(self.edge.logs))]
 
-    def wait_asked(self, app: DataClusterApp, command: Command) -> None:
+    def wait_asked(self, app: DataClusterApp, what: str, is_it: Callable[[Command], bool]) -> None:
         """Wait until a data cluster has sent a command that is not answered."""
 
         def is_asked() -> bool:
-            return app.machine is not None and app.machine.is_asking(command)
+            return app.machine is not None and any(map(is_it, app.machine.asked()))
 
-        end = self.world.now + 3.0
-        asked = self.world.run_until_true(is_asked, end, poll_s=0.0001)
-        self.expect(f"{app.name} asks {command!r:.80}", asked)
+        self.expect(f"{app.name} asks {what}", self.world.run_until_true(is_asked, self.world.now + 3.0, poll_s=0.0001))
+
+    def wait_tip_asked(self, app: DataClusterApp, partition: str) -> None:
+        """Wait until a data cluster asks where a partition ends."""
+        self.wait_asked(app, f"for the tip of {partition}", lambda command: command == tip_command(partition))
+
+    def wait_appending(self, app: DataClusterApp) -> None:
+        """Wait until a data cluster appends result sets."""
+        self.wait_asked(app, "to append", lambda command: command[1:2] == (APPEND_MANY_SCRIPT,))
 
     def expect_results(self, user: QueryUser, count: int) -> None:
         """Note a failure unless a user has got this many result sets."""

@@ -133,9 +133,9 @@ class TaskMachine:
         """Begin a task, with the next event at the latest."""
         self._new.append(task)
 
-    def is_asking(self, command: Command) -> bool:
-        """Tell whether a command is not answered yet."""
-        return any(each.server is not None and each.command == command for each in self._tasks)
+    def asked(self) -> list[Command]:
+        """Return the commands that are not answered yet."""
+        return [each.command for each in self._tasks if each.server is not None]
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Handle one event; return the actions to execute, in order."""
