@@ -5,11 +5,11 @@ Theory of operation
 A subscription to a query waits, before the log is read, until the interest is registered at the log's server: from then
 on each execution is for it, too. So whoever is confirmed misses nothing that is executed later.
 
-An interest that this broker has registered is renewed before its time is over, for as long as it has users, and when
-its log server comes back: that may have lost it. Until the server has answered, the interest does not count as
-registered. Interests without users are forgotten then, and registered for the next user. Nobody takes a registration
-back: it ends by itself, ``keep_s`` after the last renewal. So a user who moves or reconnects, or whose broker dies,
-finds it as it was.
+An interest that this broker has registered is renewed before its time is over, for as long as it has users. So it is
+when its log server comes back, and when its log is found to be lost: the server may have lost the interest, too. Until
+the server has answered, the interest does not count as registered. Interests without users are forgotten then, and
+registered for the next user. Nobody takes a registration back: it ends by itself, ``keep_s`` after the last renewal. So
+a user who moves or reconnects, or whose broker dies, finds it as it was.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Queries:
         #: Interests to register with the next flush, by query and log server.
         self._to_register: dict[tuple[str, str], dict[str, tuple[SharedInterest, float]]] = {}
         self._is_looking = False
+        delivery.on_log_lost = self._on_log_lost
 
     def begin(self, subscription: Subscription, now: float) -> list[BrokerAction]:
         """Have a subscription to a query wait until its interest is registered."""
@@ -151,6 +152,13 @@ class Queries:
                 self._renew_at[interest_id] = now, keep_s
                 self._register(interest, keep_s)
         return self.flush(now)
+
+    def _on_log_lost(self, interest: SharedInterest) -> None:
+        """Register an interest again whose log was lost: somebody may have deleted all keys of its server."""
+        if interest.id in self._renew_at:
+            _, keep_s = self._renew_at[interest.id]
+            self._renew_at[interest.id] = 0.0, keep_s
+            self._register(interest, keep_s)
 
     def _renew(self, now: float) -> Sequence[BrokerAction]:
         """Renew the interests whose time has come; forget those without users."""

@@ -211,6 +211,18 @@ def test_nobody_is_confirmed_until_a_log_server_that_has_come_back_has_registere
     assert [type(each) for each in frames(confirmed, 2)] == [Subscribed, MovedIn]
 
 
+def test_an_interest_whose_log_was_lost_is_registered_again() -> None:
+    """All keys of its server were deleted (FLUSHALL): the connection stays, and the log begins again."""
+    broker, register = joining()
+    opened(broker, tip=0)
+    broker.tell(Replied(LOG, register.tag, 1))
+    notice = pack_publication(LoggedPublication(EPOCH + 1, 1, None))
+    [read] = reads(broker.tell(Publications([(INTEREST.log_channel, notice)])))
+    actions = broker.page(read, 1, 1, epoch=EPOCH + 1)
+    [again] = scripts(actions, REGISTER_SCRIPT)
+    assert INTEREST.id.encode() in again.args
+
+
 def test_a_notice_has_the_log_read_once_for_all() -> None:
     broker, register = joining()
     opened(broker, tip=0)
