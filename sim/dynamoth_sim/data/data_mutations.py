@@ -21,7 +21,7 @@ from dynamoth_broker.records import Outcome, Records
 from dynamoth_sim.data import model_query
 from dynamoth_sim.data.model_cluster import Program
 from dynamoth_sim.data.model_query import Asking, ModelQuery
-from dynamoth_sim.mutations.mutation import Check, no_actions, replaced, returning
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 SAME_TERM = 1_000_000
 
@@ -65,6 +65,11 @@ def interests_without_users_count() -> AbstractContextManager[None]:
         return actions
 
     return replaced(Queries, on_log_up=keep)
+
+
+def lost_logs_tell_nothing_of_interests() -> AbstractContextManager[None]:
+    """A broker that finds a log lost takes its interest for registered."""
+    return replaced(Queries, _on_log_lost=nothing)
 
 
 def one_server_knows_definitions() -> AbstractContextManager[None]:
@@ -223,7 +228,8 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-definition-is-elsewhere", one_server_knows_definitions, "B1"),
     Check("data-log-server-loses-interests", lost_interests_are_not_registered, "D1"),
     Check("data-log-server-loses-interests-without-users", interests_without_users_count, "D1"),
-    Check("data-server-is-lost-twice", offsets_begin_with_seconds, "D4"),
+    Check("data-keys-are-deleted-twice", offsets_begin_with_seconds, "expected"),
+    Check("data-keys-are-deleted-twice", lost_logs_tell_nothing_of_interests, "expected"),
     Check("data-answer-is-lost", records_come_twice, "D2"),
     Check("data-record-is-lost", acknowledged_before_stored, "D1"),
     Check("data-dies-after-appending", executions_are_not_numbered, "D2"),

@@ -6,6 +6,7 @@ U and V are users, R reports records by way of the last broker. See ``edge.scena
 from __future__ import annotations
 
 from dynamoth.data.records import partition_name
+from dynamoth.data.registrations import registration_keys
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth_sim.data.data_stage import DataScenario, DataStage
 from dynamoth_sim.data.data_users import QueryUser
@@ -17,6 +18,7 @@ ALERTS_A, ALERTS_B = (query_interest("alerts_of", {"type": type_}) for type_ in 
 
 LOSES = DataOptions(records_may_be_lost=True, skew_s=0.0)
 
+INTERESTS = registration_keys("alerts_of")[0]
 ALERTS = partition_name("alerts", 0)
 
 
@@ -161,16 +163,24 @@ def record_is_lost(stage: DataStage) -> None:
     stage.expect_results(user, 2)
 
 
-def server_is_lost_twice(stage: DataStage) -> None:
-    """A log server loses everything, and again within a second: offsets go on, so that U gets what comes then."""
+def keys_are_deleted_twice(stage: DataStage) -> None:
+    """All keys are deleted, and again within a second: b1 registers U again, and no offset is given twice."""
     user = stage.query_user("U", ALERTS_A)
-    stage.run(1.0 - stage.world.now % 1.0)  # both in one second of the server's clock
-    for _ in range(2):
-        stage.partition_server(ALERTS).flush()
-        stage.report(ALERTS_A)
-        stage.run(0.45)
+    stage.report(query_interest("alerts_of", {"type": "c"}))  # so b3 knows the dataset
+    stage.run(1.0 - stage.world.now % 1.0)
+    _delete_keys(stage)
+    stage.wait("U's interest is registered", lambda: bool(stage.log_of(ALERTS_A).hash(INTERESTS)), 0.6)
+    stage.report(ALERTS_A)
+    stage.wait("U has the record", lambda: stage.delivered(user) == 1)
+    _delete_keys(stage)
+    stage.report(ALERTS_A)
+    stage.wait("U has the next one", lambda: stage.delivered(user) == 2)
     stage.execute()
-    stage.expect_results(user, 2)
+
+
+def _delete_keys(stage: DataStage) -> None:
+    for server in stage.edge.logs.values():
+        server.flush()
 
 
 # The data cluster.
@@ -258,8 +268,8 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
     "data-record-is-lost": DataScenario(record_is_lost, edge=data_edge(), losses_allowed=True),
     "data-registered-before-confirmed": DataScenario(registered_before_confirmed, edge=data_edge()),
     "data-registered-in-a-window": DataScenario(registered_in_a_window, edge=data_edge()),
-    "data-server-is-lost-twice": DataScenario(
-        server_is_lost_twice, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    "data-keys-are-deleted-twice": DataScenario(
+        keys_are_deleted_twice, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
     "data-stays-registered": DataScenario(stays_registered, edge=data_edge()),
 }
