@@ -51,7 +51,7 @@ def interests_are_not_renewed() -> AbstractContextManager[None]:
 
 def lost_interests_are_not_registered() -> AbstractContextManager[None]:
     """A broker does not register again what a log server has lost."""
-    return replaced(Queries, on_log_up=no_actions)
+    return replaced(Queries, on_log_up=no_actions, _on_log_lost=nothing)
 
 
 def interests_without_users_count() -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from dynamoth_sim.data.data_stage import DataScenario, DataStage
 from dynamoth_sim.data.data_users import QueryUser
 from dynamoth_sim.data.data_world import KEEP_S, DataOptions, data_edge
 from dynamoth_sim.edge.stage import AT_ONCE_S
+from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS
 from dynamoth_sim.world.redis import RedisServer
 
 ALERTS_A, ALERTS_B = (query_interest("alerts_of", {"type": type_}) for type_ in ("a", "b"))
@@ -79,6 +80,7 @@ def log_server_loses_interests(stage: DataStage) -> None:
     """The server of U's log loses everything while no data cluster runs that knows U's interest: b1 knows it."""
     user = stage.query_user("U", ALERTS_A)
     _lose_everything(stage, ALERTS_A)
+    stage.run(AT_ONCE_S)
     stage.start_data_cluster(stage.data.current)
     stage.report(ALERTS_A)
     stage.execute()
@@ -88,6 +90,7 @@ def log_server_loses_interests(stage: DataStage) -> None:
 def log_server_loses_interests_without_users(stage: DataStage) -> None:
     """The same, and b1 has no users of the interest just then: it registers the interest for the next one."""
     stage.query_user("V", ALERTS_B, ALERTS_A).leave(ALERTS_A)
+    stage.run(1.1 * SHORT_BROKER_OPTIONS.linger_s)
     _lose_everything(stage, ALERTS_A)
     stage.start_data_cluster(stage.data.current)
     user = stage.query_user("U", ALERTS_A)
@@ -104,7 +107,6 @@ def _lose_everything(stage: DataStage, interest: Interest) -> None:
     stage.wait("brokers notice", lambda: all(each.machine.logs.faults for each in brokers))
     server.start()
     stage.wait("brokers are back", lambda: not any(each.machine.logs.faults for each in brokers))
-    stage.run(AT_ONCE_S)
 
 
 def stays_registered(stage: DataStage) -> None:
