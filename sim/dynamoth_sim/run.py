@@ -22,10 +22,10 @@ from dynamoth.plan.plan import Location, Mode, single
 from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_sim.audit import Audit, Totals, Violation
 from dynamoth_sim.cluster import Cluster, short_options
-from dynamoth_sim.data.data_audit import DataAudit
-from dynamoth_sim.data.data_run import DATA_PROFILES, run_data_profile
-from dynamoth_sim.data.data_scenarios import DATA_SCENARIOS
-from dynamoth_sim.data.data_stage import DataStage
+from dynamoth_sim.data.audit import DataAudit
+from dynamoth_sim.data.run import DATA_PROFILES, run_data_profile
+from dynamoth_sim.data.scenarios import DATA_SCENARIOS
+from dynamoth_sim.data.stage import DataStage
 from dynamoth_sim.edge.run import EDGE_PROFILES, run_edge_profile
 from dynamoth_sim.edge.scenarios import EDGE_SCENARIOS
 from dynamoth_sim.edge.stage import EdgeScenario, EdgeStage

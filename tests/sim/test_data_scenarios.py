@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dynamoth_sim.data.data_mutations import DATA_CHECKS
-from dynamoth_sim.data.data_run import DATA_PROFILES
-from dynamoth_sim.data.data_scenarios import DATA_SCENARIOS
+from dynamoth_sim.data.mutations import DATA_CHECKS
+from dynamoth_sim.data.run import DATA_PROFILES
+from dynamoth_sim.data.scenarios import DATA_SCENARIOS
 from dynamoth_sim.edge.run import EDGE_PROFILES
 from dynamoth_sim.edge.scenarios import EDGE_SCENARIOS
 from dynamoth_sim.mutations.mutation import Check

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from dynamoth_sim.data.data_mutations import RANDOM_CHECKS
-from dynamoth_sim.data.data_run import DATA_PROFILES
+from dynamoth_sim.data.mutations import RANDOM_CHECKS
+from dynamoth_sim.data.run import DATA_PROFILES
 from dynamoth_sim.mutations.mutation import Check
 from dynamoth_sim.run import run_and_report, run_seed
 from tests.sim.seeds import first_seed

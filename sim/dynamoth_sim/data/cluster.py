@@ -15,8 +15,8 @@ from dynamoth_client.machines.publisher.events import Publish, Published, Publis
 from dynamoth_client.machines.publisher.machine import PublisherMachine
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.data.folder import Folder
-from dynamoth_sim.data.model_query import Asking, ModelQuery, Place, Witness
-from dynamoth_sim.data.model_table import expire_interests
+from dynamoth_sim.data.interest_table import expire_interests
+from dynamoth_sim.data.query import Asking, ModelQuery, Place, Witness
 from dynamoth_sim.data.tasks import (
     Die,
     Ended,

@@ -18,9 +18,9 @@ from dynamoth.edge.log import append_many_command
 from dynamoth_broker.definitions import Definitions
 from dynamoth_broker.queries import Queries
 from dynamoth_broker.records import Outcome, Records
-from dynamoth_sim.data import model_query
-from dynamoth_sim.data.model_cluster import Program
-from dynamoth_sim.data.model_query import Asking, ModelQuery
+from dynamoth_sim.data import query as model_query
+from dynamoth_sim.data.cluster import Program
+from dynamoth_sim.data.query import Asking, ModelQuery
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 SAME_TERM = 1_000_000

@@ -37,7 +37,7 @@ from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
 from dynamoth.edge.publications import LoggedPublication, pack_publication
 from dynamoth_sim.data.folder import Folder, Offsets
-from dynamoth_sim.data.model_table import ModelTable
+from dynamoth_sim.data.interest_table import ModelTable
 from dynamoth_sim.data.tasks import Ask, ProcessEnds, PublishResults, ServerFailed, Sleep, Task, TaskMachine, ask
 
 POLL_S = 0.05

@@ -11,9 +11,9 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_name, partition_of
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, short_options
-from dynamoth_sim.data.data_users import Reporter
-from dynamoth_sim.data.data_world import DATASETS, TYPES, DataOptions, DataWorld, data_edge, partitions
 from dynamoth_sim.data.folder import Folder
+from dynamoth_sim.data.users import Reporter
+from dynamoth_sim.data.world import DATASETS, TYPES, DataOptions, DataWorld, data_edge, partitions
 from dynamoth_sim.edge.run import (
     CRASHES,
     DOWN_S_MAX,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dynamoth.data.records import partition_name
 from dynamoth.data.registrations import registration_keys
 from dynamoth.edge.interests import Interest, query_interest
-from dynamoth_sim.data.data_stage import DataScenario, DataStage
-from dynamoth_sim.data.data_users import QueryUser
-from dynamoth_sim.data.data_world import KEEP_S, DataOptions, data_edge
+from dynamoth_sim.data.stage import DataScenario, DataStage
+from dynamoth_sim.data.users import QueryUser
+from dynamoth_sim.data.world import KEEP_S, DataOptions, data_edge
 from dynamoth_sim.edge.stage import AT_ONCE_S
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS
 from dynamoth_sim.world.redis import RedisServer
@@ -38,10 +38,10 @@ def registered_before_confirmed(stage: DataStage) -> None:
         user = stage.new_user("U", interest)
         stage.run(AT_ONCE_S)
         stage.report(interest)
-        stage.execute()
+        stage.run_executions()
     stage.wait_served(user, "b1")
     stage.report(interest)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 1)
 
 
@@ -50,13 +50,13 @@ def registered_in_a_window(stage: DataStage) -> None:
     server = stage.partition_server(ALERTS)
     stage.query_user("V", ALERTS_A)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     stage.report(ALERTS_A)
     stage.wait_tip_asked(stage.data.current, ALERTS)
     with stage.held("dc1", server.id, to_server=True):
         user = stage.query_user("U", ALERTS_B)
         stage.report(ALERTS_B)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 1)
 
 
@@ -65,11 +65,11 @@ def comes_back_late(stage: DataStage) -> None:
     user = stage.query_user("U", ALERTS_A)
     stage.query_user("V", ALERTS_B)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     user.crash()
     stage.run(2 * KEEP_S)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     user.start()
     stage.wait_served(user)
     stage.run(AT_ONCE_S)
@@ -83,7 +83,7 @@ def log_server_loses_interests(stage: DataStage) -> None:
     stage.run(AT_ONCE_S)
     stage.start_data_cluster(stage.data.current)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 1)
 
 
@@ -95,7 +95,7 @@ def log_server_loses_interests_without_users(stage: DataStage) -> None:
     stage.start_data_cluster(stage.data.current)
     user = stage.query_user("U", ALERTS_A)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 1)
 
 
@@ -114,7 +114,7 @@ def stays_registered(stage: DataStage) -> None:
     user = stage.query_user("U", ALERTS_A)
     stage.run(2 * KEEP_S)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 1)
 
 
@@ -139,14 +139,14 @@ def answer_is_lost(stage: DataStage) -> None:
     """b1 loses the answer to a record, and R2 sends it again: it is stored once."""
     user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
     stage.report(ALERTS_A, reporter)  # so b1 knows the dataset
-    stage.execute()
+    stage.run_executions()
     server = stage.partition_server(ALERTS)
     with stage.held("b1", server.id, to_server=False):
         stage.begin_report(ALERTS_A, reporter)
         stage.run(AT_ONCE_S)
         stage.cut("b1", server.id)
     stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 2)
 
 
@@ -154,14 +154,14 @@ def record_is_lost(stage: DataStage) -> None:
     """A record never comes to its log server: nobody has acknowledged it, so R2 sends it again."""
     user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
     stage.report(ALERTS_A, reporter)  # so b1 knows the dataset
-    stage.execute()
+    stage.run_executions()
     server = stage.partition_server(ALERTS)
     with stage.held("b1", server.id, to_server=True):
         stage.begin_report(ALERTS_A, reporter)
         stage.run(AT_ONCE_S)
         stage.cut("b1", server.id)
     stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 2)
 
 
@@ -177,7 +177,7 @@ def keys_are_deleted_twice(stage: DataStage) -> None:
     _delete_keys(stage)
     stage.report(ALERTS_A)
     stage.wait("U has the next one", lambda: stage.delivered(user) == 2)
-    stage.execute()
+    stage.run_executions()
 
 
 def _delete_keys(stage: DataStage) -> None:
@@ -202,7 +202,7 @@ def dies_after_appending(stage: DataStage) -> None:
     stage.run(0.001)
     stage.data.current.kill()
     stage.start_data_cluster(stage.data.current)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 1)
 
 
@@ -214,7 +214,7 @@ def loses_its_disk_after_appending(stage: DataStage) -> None:
     stage.report(ALERTS_A)
     stage.data.current = stage.data.data_clusters[1]
     stage.start_data_cluster(stage.data.current)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 2)
 
 
@@ -225,9 +225,9 @@ def hangs_while_appending(stage: DataStage) -> None:
     with stage.held(former.name, stage.log_of(ALERTS_A).id, to_server=True):
         stage.data.current = stage.data.data_clusters[1]
         stage.start_data_cluster(stage.data.current)
-        stage.execute()
+        stage.run_executions()
         stage.report(ALERTS_A)
-        stage.execute()
+        stage.run_executions()
     stage.wait("the former data cluster ends", lambda: not former.is_running)
     stage.expect_results(user, 2)
 
@@ -236,18 +236,18 @@ def comes_back_with_an_old_disk(stage: DataStage) -> None:
     """A data cluster comes back that knows little of what another one has executed meanwhile."""
     former, user = stage.data.current, stage.query_user("U", ALERTS_A)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     former.kill()
     stage.data.current = stage.data.data_clusters[1]
     stage.start_data_cluster(stage.data.current)
     for _ in range(2):
         stage.report(ALERTS_A)
-        stage.execute()
+        stage.run_executions()
     stage.data.current.kill()
     stage.data.current = former
     stage.start_data_cluster(former)
     stage.report(ALERTS_A)
-    stage.execute()
+    stage.run_executions()
     stage.expect_results(user, 4)
 
 

@@ -11,10 +11,10 @@ from dynamoth.data.records import partition_server, tip_command
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth.edge.log import APPEND_MANY_SCRIPT
 from dynamoth_sim.audit import Violation
-from dynamoth_sim.data.data_users import QueryUser, Reporter
-from dynamoth_sim.data.data_world import DATASETS, TYPES, DataOptions, DataWorld, partitions
-from dynamoth_sim.data.model_cluster import DataClusterApp
+from dynamoth_sim.data.cluster import DataClusterApp
 from dynamoth_sim.data.tasks import Command
+from dynamoth_sim.data.users import QueryUser, Reporter
+from dynamoth_sim.data.world import DATASETS, TYPES, DataOptions, DataWorld, partitions
 from dynamoth_sim.edge.stage import EdgeScenario, EdgeStage
 from dynamoth_sim.edge.world import EdgeWorld
 from dynamoth_sim.world.redis import RedisServer
@@ -91,7 +91,7 @@ class DataStage(EdgeStage):
         reporter.choose = lambda: (dataset, type_)
         reporter.report()
 
-    def execute(self) -> None:
+    def run_executions(self) -> None:
         """Wait until everything that was reported is executed and delivered."""
         self.run(EXECUTED_S)
 
@@ -138,7 +138,7 @@ class DataStage(EdgeStage):
             for type_ in TYPES:
                 for _ in partitions(dataset):
                     self.report(query_interest(f"{dataset.name}_of", {"type": type_}))
-        self.execute()
+        self.run_executions()
 
     def violations(self) -> list[Violation]:
         """Return everything that went wrong."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.interests import Interest, channel_interest
-from dynamoth_sim.data.data_audit import DataAudit
+from dynamoth_sim.data.audit import DataAudit
 from dynamoth_sim.edge.users import UserApp
 from dynamoth_user.machine.events import DeliverGap, PublishEnded, PublishMessage
 
@@ -53,7 +53,7 @@ class QueryUser(UserApp):
         self.data_audit.gap(self.name, interest, gap.reason, was_away_long=self._was_away_long)
 
 
-class Reporter(UserApp):
+class Reporter(QueryUser):
     """A user who publishes records, one after the other, each again until it is acknowledged."""
 
     data_audit: DataAudit

@@ -14,9 +14,9 @@ from dynamoth.data.records import parse_records, partition_keys, partition_name,
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster
-from dynamoth_sim.data.data_audit import AuditedQuery, DataAudit
-from dynamoth_sim.data.data_users import QueryUser, Reporter
-from dynamoth_sim.data.model_cluster import DataClusterApp
+from dynamoth_sim.data.audit import AuditedQuery, DataAudit
+from dynamoth_sim.data.cluster import DataClusterApp
+from dynamoth_sim.data.users import QueryUser, Reporter
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions, EdgeWorld
 from dynamoth_sim.world.redis import RedisServer
 

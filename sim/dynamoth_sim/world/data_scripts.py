@@ -20,7 +20,7 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     """Do what Redis does; ``execute`` gets the words of a command (GET, SET, HGET, HSET) and returns its reply."""
     keys, arguments = words[3 : 3 + int(words[2])], words[3 + int(words[2]) :]
     if words[1] == PUT_SCRIPT:
-        return _put(keys[0], *arguments, execute)
+        return _put(keys[0], arguments, execute)
     term = int(execute(b"GET", keys[0]) or 0)
     if words[1] == RAISE_TERM_SCRIPT:
         if term < int(arguments[0]):
@@ -32,7 +32,8 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     return b"OK"
 
 
-def _put(key: bytes, name: bytes, version: bytes, definition: bytes, execute: Callable[..., Any]) -> Any:
+def _put(key: bytes, arguments: Sequence[bytes], execute: Callable[..., Any]) -> Any:
+    name, version, definition = arguments
     stored = execute(b"HGET", key, name)
     if stored is not None and int(stored.partition(b" ")[0]) >= int(version):
         return stored
