@@ -180,6 +180,20 @@ def keys_are_deleted_twice(stage: DataStage) -> None:
     stage.run_executions()
 
 
+def keys_are_deleted_without_users(stage: DataStage) -> None:
+    """All keys are deleted while b1 has no users of an interest: it registers the interest for the next one."""
+    stage.query_user("V", ALERTS_B, ALERTS_A).leave(ALERTS_A)
+    stage.report(query_interest("alerts_of", {"type": "c"}))
+    stage.run(1.1 * SHORT_BROKER_OPTIONS.linger_s)
+    stage.data.current.kill()
+    _delete_keys(stage)
+    stage.start_data_cluster(stage.data.current)
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
 def _delete_keys(stage: DataStage) -> None:
     for server in stage.edge.logs.values():
         server.flush()
@@ -260,6 +274,9 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
     ),
     "data-dies-after-appending": DataScenario(dies_after_appending, edge=data_edge()),
     "data-hangs-while-appending": DataScenario(hangs_while_appending, edge=data_edge()),
+    "data-keys-are-deleted-without-users": DataScenario(
+        keys_are_deleted_without_users, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
     "data-log-server-loses-interests": DataScenario(
         log_server_loses_interests, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
