@@ -12,15 +12,19 @@ import pytest
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import Record
-from dynamoth_analytics.cluster.archive import Archiver, archived, compact
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, to_batch
+from dynamoth_analytics.cluster.archive import Archiver
+from dynamoth_analytics.cluster.archive_files import Hole, archived, file_name
+from dynamoth_analytics.cluster.batches import to_batch
+from dynamoth_analytics.cluster.merging import compact
+from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.files import arrow, parquet
 from tests.data_cluster.world import World, reports
 
 
-def write(folder: Path, dataset: Dataset, day: str, first: int, last: int) -> Path:
+def write(folder: Path, dataset: Dataset, day: str, first: int, last: int, before: int | None = None) -> Path:
     records = [Record(offset, 0, b'{"id":"%d","type":"a","size":1}' % offset) for offset in range(first, last + 1)]
-    path = folder / dataset.name / f"date={day}" / f"0-{first:016d}-{last:016d}.parquet"
+    before = first - 1 if before is None else before
+    path = folder / dataset.name / f"date={day}" / file_name(0, before, first, last)
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(arrow.Table.from_batches([to_batch(dataset, 0, records)]), path)
     return path
@@ -32,7 +36,8 @@ def _is_full(archiver: Archiver) -> bool:
 
 
 def offsets(folder: Path, dataset: Dataset, after: int, until: int) -> list[int]:
-    return [offset for batch in archived(folder, dataset, 0, after, until) for offset in batch["_offset"].to_pylist()]
+    found = archived(folder, dataset, 0, after, until)
+    return [offset for batch in found if not isinstance(batch, Hole) for offset in batch["_offset"].to_pylist()]
 
 
 def read(world: World, dataset: Dataset, folder: Path | None, **options: Any) -> list[str]:
@@ -47,7 +52,8 @@ def test_only_the_days_that_are_needed_are_listed(
     dataset = world.set_dataset(partitions=1)
     for number in range(3000):  # ten records each, 300 files a day; only names matter, but for those that are read
         day = f"2026-01-{number // 300 + 1:02d}"
-        path = tmp_path / "reports" / f"date={day}" / f"0-{number * 10 + 1:016d}-{number * 10 + 10:016d}.parquet"
+        name = file_name(0, number * 10, number * 10 + 1, number * 10 + 10)
+        path = tmp_path / "reports" / f"date={day}" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     write(tmp_path, dataset, "2026-01-10", 29_991, 30_000)
@@ -60,7 +66,7 @@ def test_only_the_days_that_are_needed_are_listed(
         listed.append(day)
         return listdir(day)
 
-    monkeypatch.setattr("dynamoth_analytics.cluster.archive.os.listdir", counting)
+    monkeypatch.setattr("dynamoth_analytics.cluster.archive_files.os.listdir", counting)
     for _ in range(2):
         assert offsets(tmp_path, dataset, 29_995, 40_000) == list(range(29_996, 30_001))
     assert [day.name for day in listed] == ["date=2026-01-10"]
@@ -71,7 +77,7 @@ def test_merged_files_and_their_parts_give_each_record_once(world: World, tmp_pa
     parts = [write(tmp_path, dataset, "2026-01-01", first, first + 4) for first in range(1, 51, 5)]
     kept = parts[3].read_bytes()
     assert compact(parts[0].parent) == 10
-    assert [path.name for path in parts[0].parent.iterdir()] == [f"0-{1:016d}-{50:016d}.parquet"]
+    assert [path.name for path in parts[0].parent.iterdir()] == [file_name(0, 0, 1, 50)]
     parts[3].write_bytes(kept)  # as if the process had died before it deleted this part
     assert offsets(tmp_path, dataset, 7, 44) == list(range(8, 45))
     assert compact(parts[0].parent) == 1
@@ -100,7 +106,7 @@ def test_a_full_disk_leaves_records_at_redis_and_says_so_once(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dynamoth_analytics.cluster.archive.parquet.write_table", full)
+        patch.setattr("dynamoth_analytics.cluster.batches.parquet.ParquetWriter", full)
         assert [archiver.archive(world.servers.catalog()) for _ in range(2)] == [0, 0]
     assert _is_full(archiver)
     assert [record.levelname for record in caplog.records] == ["ERROR"]

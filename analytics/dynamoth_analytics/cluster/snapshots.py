@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_name
-from dynamoth_analytics.cluster.reading import OFFSET, PARTITION
+from dynamoth_analytics.cluster.batches import OFFSET, PARTITION
 
 BASES_KEPT = 5
 """Bases of each dataset: an execution that is repeated after a crash needs one that is not behind its window."""

@@ -50,7 +50,8 @@ from pyspark.sql.types import StructType
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, record_schema
+from dynamoth_analytics.cluster.batches import record_schema
+from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
 
