@@ -198,7 +198,7 @@ class PartitionState:
     runs: tuple[tuple[int, int], ...] = ()
 
     def given(self, after: int, until: int) -> list[tuple[int, int]]:
-        """Return the offsets behind ``after`` and up to ``until`` that the server has given: first and last of each run.
+        """Return the offsets behind ``after`` and up to ``until`` that the server has given: first and last, by run.
 
         Of what was before its oldest run, it knows only the last offset.
         """

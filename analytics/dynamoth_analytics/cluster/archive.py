@@ -56,7 +56,7 @@ class Archiver:
     Args:
         servers: the log servers.
         folder: of the archive.
-        hot_records: records of each partition that stay at Redis; half of the dataset's ``waiting_max`` if that is less.
+        hot_records: records of each partition that stay at Redis, but at most half of the dataset's ``waiting_max``.
 
     """
 
@@ -177,7 +177,7 @@ class Archiver:
             yield before, batches
 
     def _lost(self, dataset: Dataset, partition: int, after: int, page: list[Record]) -> int:
-        """Return the last offset of records that were lost between ``after`` and a page; 0: none that anybody knows of."""
+        """Return the last offset of records that were lost between ``after`` and a page; 0: none that is known."""
         first = page[0].offset
         if first == after + 1:
             return 0

@@ -30,7 +30,7 @@ PARTITION, OFFSET, ARRIVED = "_partition", "_offset", "_arrived"
 
 ROW_GROUP_BYTES = 16 * 2**20
 ROW_GROUP_RECORDS = 50_000
-"""A row group of a file that is written ends when it has so many bytes in memory, or records: readers hold one."""
+"""Most bytes in memory, and records, of a row group that is made of smaller ones or of pages. Readers hold one."""
 
 
 def record_schema(dataset: Dataset) -> Any:
@@ -115,13 +115,15 @@ def write_file(path: Path, schema: Any, tables: Iterator[Any]) -> None:
 
 
 def _grouped(tables: Iterator[Any]) -> Iterator[Any]:
-    """Yield tables of about one row group."""
+    """Yield tables of one row group at most, or single larger ones."""
     group: list[Any] = []
+    size = records = 0
     for table in tables:
-        group.append(table)
-        if sum(each.nbytes for each in group) >= ROW_GROUP_BYTES or sum(map(len, group)) >= ROW_GROUP_RECORDS:
+        if group and (size + table.nbytes > ROW_GROUP_BYTES or records + len(table) > ROW_GROUP_RECORDS):
             yield arrow.concat_tables(group)
-            group = []
+            group, size, records = [], 0, 0
+        group.append(table)
+        size, records = size + table.nbytes, records + len(table)
     if group:
         yield arrow.concat_tables(group)
 

@@ -99,6 +99,7 @@ class ClusterContext:
             "logs": self.logs,
             "durable": str(self.servers.durable).lower(),
             "archive": str(self.folder / "archive"),
+            "loads": str(self.folder / "static"),
         }
 
     def publication(self, query: StandingQuery, execution: int, tick_ms: int) -> Publication:

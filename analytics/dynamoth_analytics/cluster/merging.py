@@ -20,8 +20,8 @@ MERGED_BYTES_MAX = 2**28
 def compact(day: Path) -> int:
     """Merge the files of a day folder; return how many were deleted. Call it for past days. Raises OSError.
 
-    Files are merged with their neighbours while they have the same columns, no records are missing between them, and the
-    merged file is not too large.
+    Files are merged with their neighbours while they have the same columns, no records are missing between them,
+    and the merged file is not too large.
     """
     return sum(_compact(day, partition, files) for partition, files in day_files(day).items())
 

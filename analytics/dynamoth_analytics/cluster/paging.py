@@ -13,14 +13,14 @@ PAGE_RECORDS_FIRST = 64
 """Records of the first page: nobody knows how large they are. A record has up to a MiB, so a page 64 MiB at most."""
 
 PAGE_BYTES = 64 * 2**20
-"""A page has about as many bytes at most. It is exceeded only where a definition allows less than its old records have."""
+"""Bytes of a page at most. Only old records that are larger than the definition now allows can make one exceed it."""
 
 
 def pages(servers: LogServers, dataset: Dataset, partition: int, after: int, until: int) -> Iterator[list[Record]]:
     """Yield the records of a partition that are at Redis, behind ``after`` and up to ``until``, in order.
 
-    The number of records of a page follows the largest record of the page before, and grows by twice at most. It is never
-    more than fits into ``PAGE_BYTES`` when each is as large as the dataset allows. Raises LogServerFailed.
+    The number of records of a page follows the largest record of the page before, and doubles at most. So many always
+    fit into ``PAGE_BYTES``, if each is as large as the dataset allows. Raises LogServerFailed.
     """
     name = partition_name(dataset.stream, partition)
     server = servers.server_of(name)

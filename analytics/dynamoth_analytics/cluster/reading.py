@@ -21,9 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import PartitionState, Record, parse_state, partition_name, state_command
+from dynamoth.data.records import (
+    PartitionState,
+    Record,
+    parse_records,
+    parse_state,
+    partition_name,
+    range_command,
+    state_command,
+)
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive_files import Hole, archived
+from dynamoth_analytics.cluster.archive_files import Hole, archived, first_archived
 from dynamoth_analytics.cluster.batches import OFFSET, to_batch
 from dynamoth_analytics.cluster.paging import pages
 from dynamoth_analytics.cluster.servers import LogServers
@@ -61,8 +69,8 @@ def read_range(
         archive: folder of the archive; None: there is none.
         fail_on_loss: false: what is lost is left out.
 
-    A record is archived before it is trimmed: so whatever the stream lacks is looked for in the archive. About a page or
-    a row group is in memory at a time. Raises RecordsLost and LogServerFailed.
+    A record is archived before it is trimmed: so whatever the stream lacks is looked for in the archive. About a page
+    or a row group is in memory at a time. Raises RecordsLost and LogServerFailed.
 
     """
     gaps = _Gaps(servers, dataset, partition, archive, fail_on_loss)
@@ -75,6 +83,15 @@ def read_range(
             position = records[-1].offset
     if position < until:
         yield from gaps.read(position, until, is_end=True)
+
+
+def oldest(servers: LogServers, dataset: Dataset, partition: int, archive: Path | None) -> int:
+    """Return the offset before the oldest record of a partition that is kept, in the archive or else at Redis."""
+    if archive is not None and (file := first_archived(archive, dataset.name, partition)) is not None:
+        return file.before
+    name = partition_name(dataset.stream, partition)
+    found = parse_records(servers.run(servers.server_of(name), range_command(name, 0, 2**53, 1)))
+    return found[0].offset - 1 if found else read_state(servers, name).offset
 
 
 def _without_jumps(page: list[Record]) -> Iterator[list[Record]]:
@@ -122,6 +139,6 @@ class _Gaps:
         name = partition_name(self.dataset.stream, self.partition)
         where = f"the archive {self.archive} lacks them" if self.archive else "the option `archive` is missing"
         raise RecordsLost(
-            f"records of {name} from offset {first} to {last} are no longer at Redis, and {where}. Restore them, or go on"
-            " without: `dynamoth query restart`; in your own job, option fail_on_loss=false"
+            f"records of {name} from offset {first} to {last} are no longer at Redis, and {where}. Restore them, or go"
+            " on without: `dynamoth query restart`; in your own job, option fail_on_loss=false"
         )
