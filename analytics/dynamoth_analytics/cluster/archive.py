@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
-from datetime import UTC, datetime
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset, dead_letters
 from dynamoth.data.records import Record, partition_keys, partition_name, trim_command
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive_files import file_name, last_archived
+from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
 from dynamoth_analytics.cluster.batches import OFFSET, record_schema, to_batch, write_file
 from dynamoth_analytics.cluster.merging import compact
 from dynamoth_analytics.cluster.paging import pages
@@ -66,6 +67,10 @@ class Archiver:
         self.hot_records = hot_records
         self._positions: dict[str, int] = {}
         self._compacted: set[Path] = set()
+        #: Day folders that are older are deleted, where nobody needs them; 0: none is.
+        self.keep_days = 0
+        #: Up to which offset nobody needs the archive of each partition, by its name.
+        self.unneeded: Mapping[str, int] = {}
         self._is_cleaned = False
         #: Why parts have failed in this call.
         self._failures: list[str] = []
@@ -87,6 +92,7 @@ class Archiver:
             self._clean()
             self._archive(catalog)
             self._compact()
+            self._delete_old(catalog)
         except OSError as error:
             if error.errno not in _FULL_DISK:
                 raise
@@ -107,6 +113,8 @@ class Archiver:
         if not self._is_cleaned:
             for file in self._folder.glob("*/date=*/.*.tmp"):
                 file.unlink(missing_ok=True)
+            for day in self._folder.glob("*/.date=*"):
+                shutil.rmtree(day)
             self._is_cleaned = True
 
     def _compact(self) -> None:
@@ -124,11 +132,34 @@ class Archiver:
                     self._failures.append(f"the files of {day} are not merged: {error}")
                 return
 
+    def _delete_old(self, catalog: Catalog) -> None:
+        """Delete old days, the oldest first, up to one that somebody needs or that has the last file of a partition."""
+        if not self.keep_days:
+            return
+        first_kept = f"date={datetime.now(UTC) - timedelta(days=self.keep_days):%Y-%m-%d}"
+        for dataset in archived_datasets(catalog):
+            newest_first = days(self._folder, dataset.name)
+            while newest_first and newest_first[-1].name < first_kept:
+                day = newest_first.pop()
+                if not self._is_unneeded(dataset, day, newest_first):
+                    break
+                hidden = day.with_name(f".{day.name}")
+                day.rename(hidden)
+                forget(day)
+                shutil.rmtree(hidden)
+                _log.info("the archive of dataset %s: %s was deleted", dataset.name, day.name)
+
+    def _is_unneeded(self, dataset: Dataset, day: Path, newer: Sequence[Path]) -> bool:
+        for partition, files in day_files(day).items():
+            until = self.unneeded.get(partition_name(dataset.name, partition), 0)
+            if max(each.last for each in files) > until or not any(partition in day_files(each) for each in newer):
+                return False
+        return True
+
     def _archive(self, catalog: Catalog) -> None:
-        for base in [each for each in catalog.datasets.values() if each.kind != "static"]:
-            for dataset in (base, dead_letters(base.name)):
-                for partition in range(dataset.partitions):
-                    self._try(dataset, partition)
+        for dataset in archived_datasets(catalog):
+            for partition in range(dataset.partitions):
+                self._try(dataset, partition)
 
     def _try(self, dataset: Dataset, partition: int) -> None:
         """Archive one partition; note why that fails."""
@@ -205,6 +236,14 @@ class Archiver:
             if until < first:
                 return
             self._servers.run(server, trim_command(name, until))
+
+
+def archived_datasets(catalog: Catalog) -> Iterator[Dataset]:
+    """Yield the datasets that are archived."""
+    for dataset in catalog.datasets.values():
+        if dataset.kind != "static":
+            yield dataset
+            yield dead_letters(dataset.name)
 
 
 def _is_unreachable(error: LogServerFailed) -> bool:

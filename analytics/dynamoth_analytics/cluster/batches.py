@@ -128,6 +128,17 @@ def _grouped(tables: Iterator[Any]) -> Iterator[Any]:
         yield arrow.concat_tables(group)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, which appears as a whole or not at all, and is on disk then. Raises OSError."""
+    hidden = path.with_name(f".{path.name}.tmp")
+    with hidden.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.rename(path)
+    sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Force the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)

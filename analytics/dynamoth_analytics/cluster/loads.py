@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import load_size_command, parse_load_size, partition_name
-from dynamoth_analytics.cluster.batches import read_file, record_schema, sync_folder, write_file
+from dynamoth_analytics.cluster.batches import read_file, record_schema, sync_folder, write_file, write_text
 from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.cluster.servers import LogServers
 from dynamoth_analytics.files import arrow, parquet
@@ -63,8 +63,7 @@ class LoadCopies:
                 batches = read_range(self.servers, dataset, number, 0, until, None)
                 tables = (arrow.Table.from_batches([batch]) for batch in batches)
                 write_file(hidden / f"{number}.parquet", record_schema(dataset), tables)
-            (hidden / _OFFSETS_FILE).write_text(json.dumps(offsets), encoding="utf-8")
-            sync_folder(hidden)
+            write_text(hidden / _OFFSETS_FILE, json.dumps(offsets))
             self._move(hidden, copy, offsets)
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
