@@ -25,7 +25,7 @@ from dynamoth.data.executions import (
     status_key,
 )
 from dynamoth.data.queries import StandingQuery, read_query
-from dynamoth.data.records import append_records_command, partition_name
+from dynamoth.data.records import append_records_command, finish_load_command, partition_keys, partition_name
 from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import log_keys, log_server
@@ -113,6 +113,11 @@ class World:
     def load(self, dataset: Dataset, *records: Mapping[str, Any]) -> None:
         """Store the records of a load of a static dataset."""
         self.append(dataset, *records)
+        for number in range(dataset.partitions):
+            name = partition_name(dataset.stream, number)
+            server = self.servers.server_of(name)
+            size = self.servers.run(server, (b"XLEN", partition_keys(name)[1]))
+            self.servers.run(server, finish_load_command(name, size))
 
     def register(self, query: str, params: Mapping[str, Any], keep_s: float = 3600.0) -> str:
         """Register an interest as a broker does; return its id."""

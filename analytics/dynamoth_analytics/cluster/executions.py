@@ -99,6 +99,7 @@ class ClusterContext:
             "logs": self.logs,
             "durable": str(self.servers.durable).lower(),
             "archive": str(self.folder / "archive"),
+            "loads": str(self.folder / "static"),
         }
 
     def publication(self, query: StandingQuery, execution: int, tick_ms: int) -> Publication:
@@ -213,6 +214,9 @@ class QueryRunner:
         progress, checkpoint = context.progress(name), self._checkpoint.read()
         last = max(progress.execution if progress else 0, checkpoint.last if checkpoint else 0)
         end = self._now()
+        for each in (self.datasets[each] for each in self.query.reads):
+            if each.kind == "keyed":
+                context.snapshots.pass_over_losses(context.spark, each, end["offsets"])
         window = Window(progress.window.end if progress else end, end)
         write_execution(
             context.folder / "executions",

@@ -15,13 +15,17 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 ``dataset``         its name
 ``archive``         the folder of the data cluster's archive, for records that are no longer at Redis
 ``fail_on_loss``    ``false``: records that are neither at Redis nor in the archive are left out; else an error
-``from``            of a stream: ``begin`` (default): from the first record on; ``now``: what is stored from now on
+``from``            ``begin`` (default): from the first record on; ``retained``: from the oldest one that is still
+                    kept; of a stream also ``now``: what is stored from now on
 ``period_s``        of a stream: its ends are those of ticks, this far apart; 0 (default): whatever is there
 ``phase_s``         of a stream: ticks are so many seconds after the multiples of ``period_s``
 ``also``            of a stream: names of other datasets, separated by commas, whose ends are recorded in the offsets;
                     of static ones it is what is loaded
 ``loaded``          of a batch: which load of a static dataset; the latest if it is missing
-``start``, ``end``  offsets as JSON: of a batch its range; of a stream where it begins, and the end of its first window
+``loads``           of a batch: a folder, where each load of a static dataset is copied when it is read first. An hour
+                    after the next load it is only there
+``start``, ``end``  offsets as JSON: of a batch its range; of a stream where it begins, and the end of its first window.
+                    Each is the offset of a record (ends of windows are), or 0
 ==================  ===============================================================================================
 """
 
@@ -49,10 +53,15 @@ from pyspark.sql.types import StructType
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
+from dynamoth.data.records import partition_name
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, record_schema
+from dynamoth_analytics.cluster.batches import record_schema
+from dynamoth_analytics.cluster.loads import LoadCopies, load_lost, load_offsets, read_copy
+from dynamoth_analytics.cluster.reading import RecordsLost, oldest, read_range
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
+
+_BEGINS = ("begin", "retained", "now")
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,13 @@ class _Range(InputPartition):
     until: int
 
 
+@dataclass
+class _Copied(InputPartition):
+    """A file of a copied load that one task reads."""
+
+    path: Path
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a dataset is: all that a task needs."""
@@ -91,6 +107,13 @@ class _Place:
     dataset: Dataset
     archive: Path | None
     fail_on_loss: bool = True
+
+    def retained(self) -> dict[str, int]:
+        """Return the offsets before the oldest records that are still kept."""
+        return {
+            partition_name(self.dataset.stream, number): oldest(self.servers, self.dataset, number, self.archive)
+            for number in range(self.dataset.partitions)
+        }
 
     def ranges(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[_Range]:
         """Return what is to be read between offsets, one range for each partition."""
@@ -104,6 +127,8 @@ class _Place:
 
     def read(self, part: InputPartition) -> Iterator[Any]:
         """Yield the Arrow batches of a range."""
+        if isinstance(part, _Copied):
+            return read_copy(part.path, self.dataset)
         assert isinstance(part, _Range), "ranges made it"
         return read_range(
             self.servers, self.dataset, part.number, part.after, part.until, self.archive,
@@ -127,6 +152,8 @@ class DynamothSource(DataSource):
             raise ConfigError(f"there is no dataset {name!r}: `dynamoth dataset list` shows those that there are")
         if (loaded := self.options.get("loaded")) is not None:
             dataset = replace(dataset, loaded=int(loaded))
+        if (begin := self.options.get("from", "begin")) not in _BEGINS:
+            raise ConfigError(f"option from is one of {', '.join(_BEGINS)}, not {begin!r}")
         archive = self.options.get("archive")
         fail_on_loss = self.options.get("fail_on_loss", "true") != "false"
         return _Place(servers, dataset, Path(archive) if archive else None, fail_on_loss)
@@ -139,6 +166,11 @@ class DynamothSource(DataSource):
         """Return the reader of a range."""
         start, end = self.options.get("start"), self.options.get("end")
         place = self._place()
+        if place.dataset.kind == "static":
+            loads = self.options.get("loads")
+            return _LoadReader(place, Path(loads) if loads else None)
+        if not start and self.options.get("from") == "retained":
+            start = json.dumps({"offsets": place.retained()})
         until = (
             json.loads(end)["offsets"] if end else place.servers.tips({place.dataset.stream: place.dataset.partitions})
         )
@@ -172,6 +204,27 @@ class _Reader(DataSourceReader):
         return self._place.read(partition)
 
 
+class _LoadReader(DataSourceReader):
+    """Reads a load of a static dataset: its copy, where there is a folder for those."""
+
+    def __init__(self, place: _Place, loads: Path | None) -> None:
+        self._place = place
+        self._loads = loads
+
+    def partitions(self) -> Sequence[InputPartition]:
+        servers, dataset = self._place.servers, self._place.dataset
+        if self._loads is not None:
+            parts = [_Copied(path) for path in LoadCopies(servers, self._loads).files(dataset)]
+            return parts or [_Range(0, 0, 0)]
+        end = load_offsets(servers, dataset) if dataset.loaded else {}
+        if end is None:
+            raise load_lost(dataset, "the option `loads` is missing")
+        return self._place.ranges({}, end) or [_Range(0, 0, 0)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return self._place.read(partition)
+
+
 class _StreamReader(DataSourceStreamReader):
     """The offsets of a stream end with those of the latest tick that has passed.
 
@@ -183,7 +236,7 @@ class _StreamReader(DataSourceStreamReader):
         self._place = place
         self._period_ms = round(float(options.get("period_s", "0")) * 1000)
         self._phase_ms = round(float(options.get("phase_s", "0")) * 1000)
-        self._is_from_now = options.get("from", "begin") == "now"
+        self._begin = options.get("from", "begin")
         self._start = options.get("start")
         self._first_end = options.get("end")
         catalog = place.servers.catalog()
@@ -195,8 +248,12 @@ class _StreamReader(DataSourceStreamReader):
     def initialOffset(self) -> dict[str, Any]:
         if self._start:
             return dict(json.loads(self._start))
-        tips = self._place.servers.tips(self._counts) if self._is_from_now else dict.fromkeys(self._names(), 0)
-        return self._sealed(self._tick_ms(), tips).to_json()
+        if self._begin == "now":
+            begin = self._place.servers.tips(self._counts)
+        else:
+            begin = dict.fromkeys(self._names(), 0)
+            begin |= self._place.retained() if self._begin == "retained" else {}
+        return self._sealed(self._tick_ms(), begin).to_json()
 
     def _sealed(self, tick_ms: int, tips: Mapping[str, int]) -> Offsets:
         """Return the end of a window, whose tips were read before."""
@@ -222,18 +279,21 @@ class _StreamReader(DataSourceStreamReader):
         tick_ms = self._tick_ms()
         if tick_ms <= start["tick_ms"]:
             return start
-        tips = self._place.servers.tips(self._counts)
+        states = self._place.servers.states(self._counts)
         before: dict[str, int] = start["offsets"]
         own = f"{self._place.dataset.stream}/"
-        is_new = False
-        for name, tip in tips.items():
-            if tip < before.get(name, 0):
+        ends: dict[str, int] = {}
+        for name, state in states.items():
+            last = before.get(name, 0)
+            if state.has_forgotten(last) and self._place.fail_on_loss:
                 raise RecordsLost(
-                    f"partition {name} ends at offset {tip}, and was read up to {before[name]}: its log server has lost"
-                    " records. Restore the server, or `dynamoth query restart` to go on with what there is"
+                    f"partition {name} was read up to offset {last}, which is no longer there: its log server has lost"
+                    f" records, and is at {state.offset} now. Restore the server, or go on with what there is:"
+                    " `dynamoth query restart`; in your own job, option fail_on_loss=false"
                 )
-            is_new |= name.startswith(own) and tip > before.get(name, 0)
-        return self._sealed(tick_ms, tips).to_json() if is_new else start
+            ends[name] = max(last, state.offset)
+        is_new = any(name.startswith(own) and end > before.get(name, 0) for name, end in ends.items())
+        return self._sealed(tick_ms, ends).to_json() if is_new else start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         return self._place.ranges(start["offsets"], end["offsets"]) or [_Range(0, 0, 0)]
