@@ -76,10 +76,10 @@ def test_who_is_registered_before_a_window_is_sealed_is_part_of_it(driver: Spark
     runner = world.runner(context, query, dataset)
     records = driver.read.format("dynamoth").options(**context.source_options()).option("dataset", "reports").load()
     runner.table.refresh()
-    registered_ms = driver.read.parquet(str(runner.table.file())).collect()[0]["_registered"]
+    registered_ms = driver.read.parquet(str(runner.table.file(2**52)[0])).collect()[0]["_registered"]
     for execution, sealed_ms in enumerate((registered_ms - 1, registered_ms), 1):
-        end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": {}}
-        runner._run(records, execution, Window({}, end))  # pyright: ignore[reportPrivateUsage]
+        end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": world.servers.tips({"reports": 2})}
+        runner._run(records, execution, Window({"offsets": {}}, end))  # pyright: ignore[reportPrivateUsage]
     assert [payload["execution"] for payload in world.log(interest)] == [2]
 
 

@@ -32,6 +32,7 @@ from dynamoth.edge.log import log_keys, log_server
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
 from dynamoth_analytics.cluster.publishing import close_publishers
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
+from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.urls import ClusterAddress, parse_server_url
@@ -163,7 +164,10 @@ class World:
         options = {"logs": self.logs, "archive": str(self.folder / "archive")}
         folder = folder or self.folder
         snapshots = KeyedSnapshots(folder / "snapshots", options)
-        return ClusterContext(driver, self.servers, self.logs, self.cluster_url, folder, term, 3600.0, snapshots)
+        small_windows = SmallWindows(self.servers, folder, snapshots)
+        return ClusterContext(
+            driver, self.servers, self.logs, self.cluster_url, folder, term, 3600.0, snapshots, small_windows
+        )
 
     def runner(self, context: ClusterContext, query: StandingQuery, *datasets: Dataset) -> QueryRunner:
         return QueryRunner(context, query, {each.name: each for each in datasets}, 0.0)

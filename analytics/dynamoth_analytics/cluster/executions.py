@@ -3,7 +3,8 @@
 Theory of operation
 -------------------
 The source ends each window at a tick of the query. Spark writes the window to its checkpoint, and then calls
-``_execute`` with the new records, again and again until that succeeds. The number of the batch, behind that of the
+``_execute`` with the new records, again and again until that succeeds. Those of a small window are read by the driver
+instead (``small_windows``). The number of the batch, behind that of the
 executions before this checkpoint, is the number of the execution: what a crash has left half done is done again under
 the same number, and logs do not take it twice.
 
@@ -53,10 +54,12 @@ from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
 from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
-from dynamoth_analytics.cluster.interest_table import REGISTERED, InterestTable, interest_schema
+from dynamoth_analytics.cluster.batches import record_schema
+from dynamoth_analytics.cluster.interest_table import InterestTable, interest_schema
 from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, SmallWindows, Table, pairs
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.cluster.sql import compile_query
 
@@ -88,6 +91,7 @@ class ClusterContext:
     term: int
     ttl_s: float
     snapshots: KeyedSnapshots
+    small_windows: SmallWindows
     #: Appends to a log server that fails are tried again for this time.
     append_retry_s: float = publishing.RETRY_S_MAX
     #: Set when a newer data cluster was met: this one has to end.
@@ -333,16 +337,32 @@ class QueryRunner:
         spark = records.sparkSession  # the stream's own: views of the same name are others elsewhere
         self.table.refresh()
         counts: Counter[str] = Counter()
-        if not len(self.table):
+        file, interests_count = self.table.file(end.get("sealed_ms", end["tick_ms"]))
+        if not interests_count:
             return counts
-        stored = spark.read.schema(from_arrow_schema(interest_schema(query))).parquet(str(self.table.file()))
-        interests = stored.where(f"{REGISTERED} <= {end.get('sealed_ms', end['tick_ms'])}")
-        views = {query.on: records, **{name: self._view(spark, name, end) for name in query.reads}}
-        results = self._compiled.run(spark, views, interests, end["tick_ms"])
+        interests: DataFrame = spark.read.schema(from_arrow_schema(interest_schema(query))).parquet(str(file))
+        tables = None
+        if interests_count <= ROWS_MAX:
+            tables = context.small_windows.tables(query, self.datasets, window)
+        for name, setting in SETTINGS.items():
+            spark.conf.set(name, setting if tables is not None else context.spark.conf.get(name))
+        if tables is None:
+            views = {query.on: records, **{name: self._view(spark, name, end) for name in query.reads}}
+            results = self._compiled.run(spark, views, interests, end["tick_ms"])
+        else:
+            views = {name: self._small_view(spark, name, table) for name, table in tables.items()}
+            grids = pairs(tables, interests_count) > PAIRS_MAX
+            results = self._compiled.run(spark, views, interests.coalesce(1), end["tick_ms"], grids=grids)
         publication = context.publication(query, execution, end["tick_ms"])
         for row in results.mapInArrow(publication.publish, METRICS_SCHEMA).collect():
             counts.update(row.asDict())
         return counts
+
+    def _small_view(self, spark: SparkSession, name: str, table: Table) -> DataFrame:
+        """Return a table of a small window, in one partition."""
+        schema = from_arrow_schema(record_schema(self.datasets[name]))
+        rows: DataFrame = spark.read.schema(schema).parquet(*map(str, table.files))
+        return rows.coalesce(1)
 
     def _view(self, spark: SparkSession, name: str, end: Mapping[str, Any]) -> DataFrame:
         """Return a dataset besides the one that the query is on, as of the end of a window."""

@@ -31,6 +31,7 @@ from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
 from dynamoth_analytics.cluster.retention import Needs, needs_of, unneeded
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.errors import SparkFailed
 
@@ -186,8 +187,9 @@ class ClusterRunner:
         snapshots = KeyedSnapshots(self._folder / "snapshots", options)
         _log.info("the data cluster begins, with term %d", term)
         return ClusterContext(
-            self._spark, self._servers, self._logs, self._cluster_url, self._folder, term, self._ttl_s, snapshots
-        )
+            self._spark, self._servers, self._logs, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
+            SmallWindows(self._servers, self._folder, snapshots),
+        )  # fmt: skip
 
     def _check_term(self, context: ClusterContext) -> None:
         """Raise TakenOver where a server knows a larger term; one that has lost it gets it again."""
