@@ -5,8 +5,8 @@ Theory of operation
 A dataset's records are spread over partitions. Each is a Redis stream and a hash, at the log server that rendezvous
 hashing gives (``partition_server``). A record has an **offset**: the first part of its id in the stream. Offsets only
 grow, whatever happens to the server: a stream that is new, or whose server has restarted and may have lost its last
-records, goes on at ``TIME * 2^20``, the server's clock in seconds. So no offset is ever given twice, while a server
-stores less than a million records per second. A restart that may have lost records is counted (``restarts``).
+records, goes on at ``TIME * 2^20``, the server's clock with its fraction of a second. So no offset is ever given twice,
+while a server stores less than a million records per second. A restart that may have lost records is counted (``restarts``).
 
 A record is durable once the script has answered, as durable as the server makes it (``appendfsync``). The archive
 copies records to Parquet files and then trims the stream. Where it falls behind, records are refused (``FULL``), and
@@ -44,7 +44,7 @@ FULL = "FULL"
 """The first word of the error that refuses records until the archive has caught up."""
 
 OFFSET_BITS = 20
-"""Offsets begin at the server's clock in seconds, shifted by so many bits."""
+"""Offsets begin at the server's clock, in seconds, with this many bits of its fraction: about its microseconds."""
 
 RECORDS_PER_COMMAND_MAX = 500
 """Records of one command: a log server executes nothing else meanwhile, some milliseconds."""
@@ -58,7 +58,7 @@ local last, time = tonumber(meta[2]), redis.call('TIME')
 local is_new_run = not last or (ARGV[1] ~= '' and meta[1] ~= ARGV[1])
 local begin = last
 if is_new_run then
-  begin = math.max(last or 0, tonumber(time[1]) * 1048576)
+  begin = math.max(last or 0, tonumber(time[1]) * 1048576 + math.floor(tonumber(time[2]) * 1048576 / 1000000))
 end
 local count = (#ARGV - 3) / 2
 if redis.call('XLEN', KEYS[2]) + count > tonumber(ARGV[2]) then
@@ -279,7 +279,8 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     run, stored, runs = execute(b"HMGET", meta, b"run", b"offset", b"runs")
     seconds, microseconds = map(int, execute(b"TIME"))
     is_new_run = stored is None or bool(run_id and run != run_id)
-    begin = max(int(stored or 0), seconds << OFFSET_BITS) if is_new_run else int(stored)
+    clock = (seconds << OFFSET_BITS) + (microseconds << OFFSET_BITS) // 1_000_000
+    begin = max(int(stored or 0), clock) if is_new_run else int(stored)
     if execute(b"XLEN", stream) + len(records) // 2 > int(waiting_max):
         return ErrorReply(f"{FULL}: {int(waiting_max)} records wait for the archive")
     now = seconds * 1000 + microseconds // 1000

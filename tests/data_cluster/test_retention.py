@@ -29,8 +29,8 @@ CATALOG = Catalog(
         "shelters": Dataset("shelters", "static", FIELDS),
     },
     {
-        "near": StandingQuery("near", "reports", "", 1, reads=("users", "shelters")),
-        "all": StandingQuery("all", "reports", "", 1),
+        "near": StandingQuery("near", "", "reports", 1, reads=("users", "shelters")),
+        "all": StandingQuery("all", "", "reports", 1),
     },
 )
 

@@ -14,11 +14,11 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import OFFSET_BITS, partition_keys, partition_name
+from dynamoth.data.records import partition_keys, partition_name
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.loads import LOADS_KEPT, LoadCopies, read_copy
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, read_state
+from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.cluster.source import DynamothSource
 from tests.data_cluster.world import STATIC, World, reports
 
@@ -85,17 +85,14 @@ def test_a_start_above_the_end_is_an_error(world: World) -> None:
 
 
 def _lose_the_last(world: World, *names: str) -> None:
-    """Have servers restart without the last record of each partition, and wait until new offsets are others."""
+    """Have servers restart without the last record of each partition."""
     for name in names:
         server, (hash_, stream, _) = world.servers.server_of(name), partition_keys(name)
         kept = world.servers.run(server, (b"XRANGE", stream, b"-", b"+"))[:-1]
         again = [(b"XADD", stream, id_, *fields) for id_, fields in kept]
         last = kept[-1][0].partition(b"-")[0] if kept else b"0"
         note = (b"HSET", hash_, b"offset", last, b"run", b"another")
-        begin = read_state(world.servers, name).offset
         world.servers.run_all(server, [(b"DEL", stream), *again, note])
-        while int(world.servers.run(server, (b"TIME",))[0]) << OFFSET_BITS <= begin:
-            """The clock of offsets has seconds."""
 
 
 def test_a_stream_stops_when_a_server_has_lost_what_it_has_read(world: World) -> None:
