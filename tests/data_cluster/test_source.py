@@ -79,7 +79,7 @@ def test_a_start_above_the_end_is_an_error(world: World) -> None:
     world.append(dataset, *reports("a", "1", "2"))
     source = DynamothSource({"logs": world.logs, "dataset": "reports"})
     reader = source.streamReader(source.schema())
-    start = {"tick_ms": 0, "sealed_ms": 0, "offsets": {"reports/0": 2**52, "reports/1": 0}, "static": {}}
+    start = {"offsets": {"reports/0": 2**52, "reports/1": 0}}
     with pytest.raises(RecordsLost, match="its log server has lost records"):
         reader.latestOffset(start, ReadAllAvailable())
 
@@ -104,13 +104,13 @@ def test_a_stream_stops_when_a_server_has_lost_what_it_has_read(world: World) ->
         return source.streamReader(source.schema())
 
     reader = stream()
-    start = reader.latestOffset(reader.initialOffset() | {"tick_ms": 0}, ReadAllAvailable())
+    start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     _lose_the_last(world, "reports/0", "reports/1")
     for _ in range(2):
         with pytest.raises(RecordsLost, match="which is no longer there"):
-            reader.latestOffset(start | {"tick_ms": 1}, ReadAllAvailable())
+            reader.latestOffset(start, ReadAllAvailable())
         lenient = stream(fail_on_loss="false")
-        end = lenient.latestOffset(start | {"tick_ms": 1}, ReadAllAvailable())
+        end = lenient.latestOffset(start, ReadAllAvailable())
         found = [batch for part in lenient.partitions(start, end) for batch in lenient.read(part)]
         world.append(dataset, *reports("a", *"56"))
     assert sorted(id_ for batch in found for id_ in batch["id"].to_pylist()) == list("56")
@@ -133,7 +133,7 @@ def test_a_stream_from_what_is_retained_begins_with_the_oldest_file_that_is_left
     assert ids(driver, world, archive=str(archive), **{"from": "retained"}) == list("3456")
     source = DynamothSource({"logs": world.logs, "dataset": "reports", "archive": str(archive), "from": "retained"})
     reader = source.streamReader(source.schema())
-    end = {"tick_ms": 1, "sealed_ms": 0, "offsets": world.servers.tips({"reports": 2}), "static": {}}
+    end = {"offsets": world.servers.tips({"reports": 2})}
     parts = reader.partitions(reader.initialOffset(), end)
     assert sum(len(batch) for part in parts for batch in reader.read(part)) == 4
     with pytest.raises(ConfigError, match="from is one of begin, retained, now"):

@@ -116,9 +116,7 @@ class SmallWindows:
     def _records(self, dataset: Dataset, window: Window) -> Any:
         return self._read(dataset, window.start["offsets"], window.end["offsets"], RECORDS_MAX)
 
-    def _read(
-        self, dataset: Dataset, start: Mapping[str, int], end: Mapping[str, int], records_max: int
-    ) -> Any:
+    def _read(self, dataset: Dataset, start: Mapping[str, int], end: Mapping[str, int], records_max: int) -> Any:
         """Return the records between offsets as an Arrow table; None: there are too many."""
         states = self._servers.states({dataset.stream: dataset.partitions})
         names = [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
@@ -141,7 +139,9 @@ class SmallWindows:
         """Return the latest record of each key as of the end of a window; None: there are too many."""
         end: Mapping[str, int] = window.end["offsets"]
         with self._locks[dataset.name]:
-            known = [each for each in self._snapshots.get(dataset.name, []) if each.rows.schema == record_schema(dataset)]
+            known = [
+                each for each in self._snapshots.get(dataset.name, []) if each.rows.schema == record_schema(dataset)
+            ]
             newest = next((each for each in reversed(known) if each.is_at_most(end)), None)
             if newest is None:
                 newest = self._read_base(dataset, self._bases.base_of(dataset, end))

@@ -17,15 +17,11 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 ``fail_on_loss``    ``false``: records that are neither at Redis nor in the archive are left out; else an error
 ``from``            ``begin`` (default): from the first record on; ``retained``: from the oldest one that is still
                     kept; of a stream also ``now``: what is stored from now on
-``period_s``        of a stream: its ends are those of ticks, this far apart; 0 (default): whatever is there
-``phase_s``         of a stream: ticks are so many seconds after the multiples of ``period_s``
-``also``            of a stream: names of other datasets, separated by commas, whose ends are recorded in the offsets;
-                    of static ones it is what is loaded
 ``loaded``          of a batch: which load of a static dataset; the latest if it is missing
 ``loads``           of a batch: a folder, where each load of a static dataset is copied when it is read first. An hour
                     after the next load it is only there
-``start``, ``end``  offsets as JSON: of a batch its range; of a stream where it begins, and the end of its first window.
-                    Each is the offset of a record (ends of windows are), or 0
+``start``, ``end``  offsets as JSON: the range of a batch; ``start`` also where a stream begins. Each is the offset of a
+                    record (ends of windows are), or 0
 ==================  ===============================================================================================
 """
 
@@ -34,7 +30,6 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,36 +46,17 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_name
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.batches import record_schema
 from dynamoth_analytics.cluster.loads import LoadCopies, load_lost, load_offsets, read_copy
-from dynamoth_analytics.cluster.reading import RecordsLost, oldest, read_range
+from dynamoth_analytics.cluster.reading import oldest, read_range
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
+from dynamoth_analytics.cluster.windows import ends_of
 
 _BEGINS = ("begin", "retained", "now")
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """Where a window ends: the last offset of each partition, the tick, and the versions of static datasets."""
-
-    tick_ms: int
-    #: A time after the offsets were read, by the clocks of the log servers. An interest that was registered until then
-    #: is part of the execution: so a record that came behind a registration is never in an execution without it.
-    sealed_ms: int
-    offsets: Mapping[str, int]
-    static: Mapping[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return them as Spark keeps them."""
-        return {
-            "tick_ms": self.tick_ms, "sealed_ms": self.sealed_ms, "offsets": dict(self.offsets),
-            "static": dict(self.static),
-        }  # fmt: skip
 
 
 @dataclass
@@ -226,74 +202,27 @@ class _LoadReader(DataSourceReader):
 
 
 class _StreamReader(DataSourceStreamReader):
-    """The offsets of a stream end with those of the latest tick that has passed.
-
-    Spark asks for them each second. Before the next tick it gets the same ones again, and does nothing. When executions
-    take longer than a period, the next window reaches to the latest tick, and covers those between.
-    """
+    """The offsets of a stream are the last ones of each partition: ``{"offsets": {"reports/0": 17}}``."""
 
     def __init__(self, place: _Place, options: Mapping[str, str]) -> None:
         self._place = place
-        self._period_ms = round(float(options.get("period_s", "0")) * 1000)
-        self._phase_ms = round(float(options.get("phase_s", "0")) * 1000)
         self._begin = options.get("from", "begin")
         self._start = options.get("start")
-        self._first_end = options.get("end")
-        catalog = place.servers.catalog()
-        others = [catalog.dataset(name) for name in options.get("also", "").split(",") if name]
-        known = [place.dataset, *(each for each in others if each is not None)]
-        self._counts = {each.stream: each.partitions for each in known if each.kind != "static"}
-        self._static = [each.name for each in known if each.kind == "static"]
+        self._counts = {place.dataset.stream: place.dataset.partitions}
 
     def initialOffset(self) -> dict[str, Any]:
         if self._start:
             return dict(json.loads(self._start))
         if self._begin == "now":
-            begin = self._place.servers.tips(self._counts)
-        else:
-            begin = dict.fromkeys(self._names(), 0)
-            begin |= self._place.retained() if self._begin == "retained" else {}
-        return self._sealed(self._tick_ms(), begin).to_json()
-
-    def _sealed(self, tick_ms: int, tips: Mapping[str, int]) -> Offsets:
-        """Return the end of a window, whose tips were read before."""
-        servers = self._place.servers
-        catalog = servers.catalog() if self._static else Catalog()
-        loaded = {name: catalog.datasets[name].loaded for name in self._static if name in catalog.datasets}
-        return Offsets(tick_ms, servers.now_ms(), tips, loaded)
-
-    def _names(self) -> list[str]:
-        return [f"{name}/{number}" for name, count in self._counts.items() for number in range(count)]
-
-    def _tick_ms(self) -> int:
-        now = int(time.time() * 1000)
-        if not self._period_ms:
-            return now
-        return (now - self._phase_ms) // self._period_ms * self._period_ms + self._phase_ms
+            return {"offsets": self._place.servers.tips(self._counts)}
+        if self._begin == "retained":
+            return {"offsets": self._place.retained()}
+        names = (partition_name(self._place.dataset.stream, each) for each in range(self._place.dataset.partitions))
+        return {"offsets": dict.fromkeys(names, 0)}
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
-        if self._first_end is not None:
-            first_end, self._first_end = json.loads(self._first_end), None
-            if first_end["tick_ms"] > start["tick_ms"]:
-                return dict(first_end)
-        tick_ms = self._tick_ms()
-        if tick_ms <= start["tick_ms"]:
-            return start
         states = self._place.servers.states(self._counts)
-        before: dict[str, int] = start["offsets"]
-        own = f"{self._place.dataset.stream}/"
-        ends: dict[str, int] = {}
-        for name, state in states.items():
-            last = before.get(name, 0)
-            if state.has_forgotten(last) and self._place.fail_on_loss:
-                raise RecordsLost(
-                    f"partition {name} was read up to offset {last}, which is no longer there: its log server has lost"
-                    f" records, and is at {state.offset} now. Restore the server, or go on with what there is:"
-                    " `dynamoth query restart`; in your own job, option fail_on_loss=false"
-                )
-            ends[name] = max(last, state.offset)
-        is_new = any(name.startswith(own) and end > before.get(name, 0) for name, end in ends.items())
-        return self._sealed(tick_ms, ends).to_json() if is_new else start
+        return {"offsets": ends_of(states, start["offsets"], fail_on_loss=self._place.fail_on_loss)}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         return self._place.ranges(start["offsets"], end["offsets"]) or [_Range(0, 0, 0)]
