@@ -6,7 +6,8 @@ A dataset's records are spread over partitions. Each is a Redis stream and a has
 hashing gives (``partition_server``). A record has an **offset**: the first part of its id in the stream. Offsets only
 grow, whatever happens to the server: a stream that is new, or whose server has restarted and may have lost its last
 records, goes on at ``TIME * 2^20``, the server's clock with its fraction of a second. So no offset is ever given twice,
-while a server stores less than a million records per second. A restart that may have lost records is counted (``restarts``).
+while a server stores less than a million records per second. A restart that may have lost records is counted
+(``restarts``).
 
 A record is durable once the script has answered, as durable as the server makes it (``appendfsync``). The archive
 copies records to Parquet files and then trims the stream. Where it falls behind, records are refused (``FULL``), and
