@@ -279,9 +279,10 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     run_id, waiting_max, remembered_ms, *records = words[6:]
     run, stored, runs = execute(b"HMGET", meta, b"run", b"offset", b"runs")
     seconds, microseconds = map(int, execute(b"TIME"))
+    last = int(stored or 0)
     is_new_run = stored is None or bool(run_id and run != run_id)
     clock = (seconds << OFFSET_BITS) + (microseconds << OFFSET_BITS) // 1_000_000
-    begin = max(int(stored or 0), clock) if is_new_run else int(stored)
+    begin = max(last, clock) if is_new_run else last
     if execute(b"XLEN", stream) + len(records) // 2 > int(waiting_max):
         return ErrorReply(f"{FULL}: {int(waiting_max)} records wait for the archive")
     now = seconds * 1000 + microseconds // 1000
@@ -302,7 +303,7 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     if is_new_run:
         if stored is not None:
             execute(b"HINCRBY", meta, b"restarts", b"1")
-        runs = (runs or b"") + b"%d-%d " % (int(stored or 0), begin)
+        runs = (runs or b"") + b"%d-%d " % (last, begin)
         if len(runs) > RUNS_BYTES_MAX:
             runs = runs[runs.index(b" ", len(runs) - RUNS_BYTES_MAX - 1) + 1 :]
         execute(b"HSET", meta, b"run", run_id, b"runs", runs)
