@@ -6,7 +6,8 @@ A dataset's records are spread over partitions. Each is a Redis stream and a has
 hashing gives (``partition_server``). A record has an **offset**: the first part of its id in the stream. Offsets only
 grow, whatever happens to the server: a stream that is new, or whose server has restarted and may have lost its last
 records, goes on at ``TIME * 2^20``, the server's clock with its fraction of a second. So no offset is ever given twice,
-while a server stores less than a million records per second. A restart that may have lost records is counted (``restarts``).
+while a server stores less than a million records per second. A restart that may have lost records is counted
+(``restarts``).
 
 A record is durable once the script has answered, as durable as the server makes it (``appendfsync``). The archive
 copies records to Parquet files and then trims the stream. Where it falls behind, records are refused (``FULL``), and
@@ -278,9 +279,10 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     run_id, waiting_max, remembered_ms, *records = words[6:]
     run, stored, runs = execute(b"HMGET", meta, b"run", b"offset", b"runs")
     seconds, microseconds = map(int, execute(b"TIME"))
+    last = int(stored or 0)
     is_new_run = stored is None or bool(run_id and run != run_id)
     clock = (seconds << OFFSET_BITS) + (microseconds << OFFSET_BITS) // 1_000_000
-    begin = max(int(stored or 0), clock) if is_new_run else int(stored)
+    begin = max(last, clock) if is_new_run else last
     if execute(b"XLEN", stream) + len(records) // 2 > int(waiting_max):
         return ErrorReply(f"{FULL}: {int(waiting_max)} records wait for the archive")
     now = seconds * 1000 + microseconds // 1000
@@ -301,7 +303,7 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     if is_new_run:
         if stored is not None:
             execute(b"HINCRBY", meta, b"restarts", b"1")
-        runs = (runs or b"") + b"%d-%d " % (int(stored or 0), begin)
+        runs = (runs or b"") + b"%d-%d " % (last, begin)
         if len(runs) > RUNS_BYTES_MAX:
             runs = runs[runs.index(b" ", len(runs) - RUNS_BYTES_MAX - 1) + 1 :]
         execute(b"HSET", meta, b"run", run_id, b"runs", runs)

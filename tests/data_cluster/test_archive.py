@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,12 @@ def _is_full(archiver: Archiver) -> bool:
 
 
 def offsets(folder: Path, dataset: Dataset, after: int, until: int) -> list[int]:
-    found = archived(folder, dataset, 0, after, until)
-    return [offset for batch in found if not isinstance(batch, Hole) for offset in batch["_offset"].to_pylist()]
+    return [each for found in archived(folder, dataset, 0, after, until) for each in _offsets_in(found)]
+
+
+def _offsets_in(found: Any) -> list[int]:
+    assert not isinstance(found, Hole)
+    return list(found["_offset"].to_pylist())
 
 
 def read(world: World, dataset: Dataset, folder: Path | None, **options: Any) -> list[str]:
@@ -93,9 +98,9 @@ def test_a_reader_goes_on_when_its_files_are_merged_meanwhile(world: World, tmp_
     dataset = world.set_dataset(partitions=1)
     parts = [write(tmp_path, dataset, "2026-01-01", first, first + 4) for first in range(1, 31, 5)]
     reader = archived(tmp_path, dataset, 0, 0, 30)
-    found = next(reader)["_offset"].to_pylist()
+    found = _offsets_in(next(reader))
     compact(parts[0].parent)
-    found += [offset for batch in reader for offset in batch["_offset"].to_pylist()]
+    found += [offset for batch in reader for offset in _offsets_in(batch)]
     assert found == list(range(1, 31))
 
 
@@ -144,7 +149,7 @@ def test_trimmed_records_without_an_archive_are_an_error(world: World, tmp_path:
 
 def store(world: World, dataset: Dataset, count: int, value: bytes = b'{"id":"x","type":"a","size":1}') -> list[str]:
     """Store records in partition 0, as a writer does; return the refusals."""
-    server, refusals = world.servers.server_of("reports/0"), []
+    server, refusals = world.servers.server_of("reports/0"), list[str]()
     for begin in range(0, count, 500):
         part = [(value, "")] * min(500, count - begin)
         try:
@@ -205,11 +210,14 @@ def test_trimming_takes_steps_and_never_takes_what_is_not_archived(
         write_file(*arguments)
         store(world, dataset, 30)
 
+    def one_page(*arguments: Any) -> Iterator[list[Record]]:
+        return islice(pages(*arguments), 1)
+
     with monkeypatch.context() as patch:
         patch.setattr(archive, "write_file", write_and_append)
         patch.setattr(archive, "FILE_RECORDS_MAX", 1)
         patch.setattr("dynamoth_analytics.cluster.paging.PAGE_RECORDS_MAX", 40)
-        patch.setattr(archive, "pages", lambda *arguments: islice(pages(*arguments), 1))
+        patch.setattr(archive, "pages", one_page)
         assert archiver.archive(world.servers.catalog()) == 40
     assert length(world) == 30
     assert archiver.archive(world.servers.catalog()) == 30

@@ -105,7 +105,7 @@ def test_old_days_are_deleted_up_to_one_that_is_needed(world: World, tmp_path: P
     archiver.unneeded = {"reports/0": NOBODY}
     assert left() == 4
     with pytest.raises(RecordsLost, match="offset 1 to 60"):
-        [*read_range(world.servers, dataset, 0, 0, 100, tmp_path)]
+        list(read_range(world.servers, dataset, 0, 0, 100, tmp_path))
     assert sum(map(len, read_range(world.servers, dataset, 0, 60, 100, tmp_path))) == 40
 
 

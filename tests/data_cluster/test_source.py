@@ -106,14 +106,14 @@ def test_a_stream_stops_when_a_server_has_lost_what_it_has_read(world: World) ->
     reader = stream()
     start = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     _lose_the_last(world, "reports/0", "reports/1")
-    for _ in range(2):
+    for expected in ([], ["5", "6"]):
         with pytest.raises(RecordsLost, match="which is no longer there"):
             reader.latestOffset(start, ReadAllAvailable())
         lenient = stream(fail_on_loss="false")
         end = lenient.latestOffset(start, ReadAllAvailable())
         found = [batch for part in lenient.partitions(start, end) for batch in lenient.read(part)]
+        assert sorted(id_ for batch in found for id_ in batch["id"].to_pylist()) == expected
         world.append(dataset, *reports("a", *"56"))
-    assert sorted(id_ for batch in found for id_ in batch["id"].to_pylist()) == list("56")
 
 
 def test_a_stream_from_what_is_retained_begins_with_the_oldest_file_that_is_left(
@@ -192,6 +192,8 @@ def test_copies_are_of_the_latest_loads_and_of_the_dataset_that_has_the_name_now
         batches = [batch for path in copies.files(dataset) for batch in read_copy(path, dataset)]
         return sorted(id_ for batch in batches for id_ in batch["id"].to_pylist())
 
+    dataset = world.set_dataset("shelters", **STATIC)
+    assert ids_of(dataset) == []
     for number in range(1, 12):
         dataset = world.set_dataset("shelters", **STATIC, loaded=number, version=number)
         world.load(dataset, {"id": str(number), "type": "a"})
@@ -211,12 +213,12 @@ def test_processes_that_copy_a_load_at_the_same_time_make_one_copy(
     dataset = world.set_dataset("shelters", **STATIC, loaded=1)
     world.load(dataset, {"id": "1", "type": "a"})
     copies = LoadCopies(world.servers, tmp_path)
-    monkeypatch.setattr("dynamoth_analytics.cluster.loads.read_range", lambda *arguments: _other_first(*arguments))
 
-    def _other_first(*arguments: Any) -> Any:
+    def other_first(*arguments: Any) -> Any:
         monkeypatch.undo()
         assert len(copies.files(dataset)) == 2
         return read_range(*arguments)
 
+    monkeypatch.setattr("dynamoth_analytics.cluster.loads.read_range", other_first)
     assert len(copies.files(dataset)) == 2
     assert [path.name for path in (tmp_path / "shelters").iterdir()] == ["1"]

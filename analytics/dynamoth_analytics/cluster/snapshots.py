@@ -64,7 +64,7 @@ class KeyedSnapshots:
         self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
     ) -> DataFrame:
         base = self.base_of(dataset, offsets)
-        start = base.offsets if base else {}
+        start = base.offsets if base else dict[str, int]()
         reader: Any = spark.read.format("dynamoth").options(**options).option("dataset", dataset.name)
         rows: DataFrame = reader.option("start", _json(start)).option("end", _json(offsets)).load()
         if base is not None:
@@ -118,7 +118,7 @@ class KeyedSnapshots:
         self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
     ) -> None:
         bases = self.bases(dataset)
-        former = bases[0].offsets if bases else {}
+        former = bases[0].offsets if bases else dict[str, int]()
         # A server that has lost its last records has lower offsets than the base, which has these records.
         own = {name: max(offset, former.get(name, 0)) for name, offset in offsets.items()}
         number = int(bases[0].folder.name) + 1 if bases else 1
@@ -140,7 +140,7 @@ class KeyedSnapshots:
 
 def _is_due(newest: Base | None, states: Mapping[str, PartitionState]) -> bool:
     """Tell whether enough records are behind a base to write the next one."""
-    start = newest.offsets if newest else {}
+    start = newest.offsets if newest else dict[str, int]()
     behind = sum(state.count(start.get(name, 0), state.offset) for name, state in states.items())
     if newest is None or not behind:
         return behind > 0
