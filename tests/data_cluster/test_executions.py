@@ -17,7 +17,7 @@ from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import QueryRunner
-from tests.data_cluster.world import World, reports, until
+from tests.data_cluster.world import World, reports, stream_session, until
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def test_who_is_registered_before_a_window_is_sealed_is_part_of_it(driver: Spark
     for execution, sealed_ms in enumerate((registered_ms - 1, registered_ms), 1):
         tips = world.servers.tips({"reports": 2})
         end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": tips}
-        runner._run(driver, execution, Window({"offsets": {}}, end))  # pyright: ignore[reportPrivateUsage]
+        runner._run(stream_session(driver), execution, Window({"offsets": {}}, end))  # pyright: ignore[reportPrivateUsage]
     assert [payload["execution"] for payload in world.log(interest)] == [2]
 
 

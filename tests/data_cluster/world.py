@@ -173,6 +173,12 @@ class World:
         return QueryRunner(context, query, {each.name: each for each in datasets}, 0.0)
 
 
+def stream_session(driver: SparkSession) -> SparkSession:
+    """Return a session such as a stream has: a copy, whose settings are its own."""
+    java: Any = driver._jsparkSession  # pyright: ignore[reportPrivateUsage]
+    return SparkSession(driver.sparkContext, java.cloneSession())
+
+
 def until(holds: Callable[[], Any], *runners: QueryRunner, timeout_s: float = TIMEOUT_S) -> None:
     """Keep these queries running until something holds."""
     end = time.monotonic() + timeout_s

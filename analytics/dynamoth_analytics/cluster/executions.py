@@ -77,6 +77,12 @@ class Stopping(DynamothError):
     code = "stopping"
 
 
+class ExecutionFailed(DynamothError):
+    """Raised to Spark by an execution that fails."""
+
+    code = "execution-failed"
+
+
 @dataclass(frozen=True)
 class ClusterContext:
     """What all queries of a data cluster share."""
@@ -293,7 +299,9 @@ class QueryRunner:
                 self._execute_window(rows.sparkSession, self._base + batch + 1, window)
         except Exception as error:
             self._error = error
-            raise
+            # Without the cause: Spark searches the text of an error with a regular expression that recurses. A long
+            # text, as that of an error of Java, ends the thread with an overflow of its stack.
+            raise ExecutionFailed("the execution failed") from None
 
     def _next_window(self, batch: int) -> Window:
         """Return the window of a batch: that of its last attempt, or else the next one, when it has ended."""
