@@ -1,7 +1,9 @@
 """The definitions of datasets and queries, as a broker reads them from the catalog at the log servers.
 
 A definition is read when it is needed, and believed for ``BELIEVED_S``. Whoever asks for one that is being read waits
-for the same answer. The latest version of any server counts: a server that was away may have an older one.
+for the same answer. The latest version of any server counts: a server that was away may have an older one. That there
+is no definition is believed only if all servers say so: one that has lost its data knows nothing of those that others
+have.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ BELIEVED_S = 5.0
 """So long after a definition has changed, a broker may still go by the former one."""
 
 UNAVAILABLE = "unavailable"
-"""In place of a definition: no log server has answered."""
+"""In place of a definition: it is not known, and not all log servers have answered."""
 
 Definition = Dataset | StandingQuery | None
 """A definition; None where the catalog has none of this name."""
@@ -42,10 +44,10 @@ class _Known:
     #: When it was read; None: not yet.
     read_at: float | None = None
     version: int = 0
-    #: Who waits for the present reading, how many servers have not answered, and whether one has.
+    #: Who waits for the present reading, how many servers have not answered, and how many have.
     waiting: list[OnDefinition] = field(default_factory=list[OnDefinition])
     unanswered: int = 0
-    is_answered: bool = False
+    answers: int = 0
 
 
 class Definitions:
@@ -80,7 +82,7 @@ class Definitions:
         known.waiting.append(then)
         if known.unanswered:
             return []
-        known.unanswered, known.is_answered = len(self._ids), False
+        known.unanswered, known.answers = len(self._ids), 0
 
         def command(run_id: str, new_epoch: int, options: LogOptions) -> tuple[CommandPart, ...]:
             return b"HMGET", key, name.encode()
@@ -98,7 +100,7 @@ class Definitions:
         try:
             if reply is not None and not isinstance(reply, ErrorReply):
                 (value,) = read_array(reply)
-                known.is_answered = True
+                known.answers += 1
                 if value is not None:
                     self._take(name, known, parse_entry(read_bytes(value)), is_query=is_query)
         except (MalformedMessage, ValueError):
@@ -106,11 +108,12 @@ class Definitions:
         if known.unanswered:
             return []
         waiting, known.waiting = known.waiting, []
-        if known.is_answered:
+        is_known = known.answers == len(self._ids) or (known.answers > 0 and known.version > 0)
+        if is_known:
             known.read_at = now
         actions: list[BrokerAction] = []
         for then in waiting:
-            actions += then(known.definition if known.is_answered else UNAVAILABLE, now)
+            actions += then(known.definition if is_known else UNAVAILABLE, now)
         return actions
 
     def _take(self, name: str, known: _Known, entry: Entry, *, is_query: bool) -> None:

@@ -16,7 +16,7 @@ was too slow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from dynamoth.edge.frames import Data, Error, Gap, Subscribed
@@ -61,6 +61,8 @@ class Delivery:
         self.recents = Recents(options)
         #: Subscriptions that were refused since the owner looked last.
         self.refused: list[Subscription] = []
+        #: Called with an interest whose log was lost, and with it perhaps everything else at its server.
+        self.on_log_lost: Callable[[SharedInterest], None] = lambda interest: None
         #: Subscriptions that were answered since the owner looked last.
         self.answered: list[Subscription] = []
 
@@ -411,6 +413,7 @@ class Delivery:
     def _begin_epoch(self, interest: SharedInterest, page: LogPage, now: float) -> list[BrokerAction]:
         """Begin another epoch: nobody knows what was lost of the former one."""
         self._counters["logs_lost"] += 1
+        self.on_log_lost(interest)
         actions: list[BrokerAction] = []
         position = Position(page.epoch, page.first - 1)
         gap = Gap(interest.id, LOG_LOST, interest.tip + 1, None, position)

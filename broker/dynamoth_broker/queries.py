@@ -5,9 +5,11 @@ Theory of operation
 A subscription to a query waits, before the log is read, until the interest is registered at the log's server: from then
 on each execution is for it, too. So whoever is confirmed misses nothing that is executed later.
 
-An interest that this broker has registered is renewed before its time is over, for as long as it has users, and when
-its log server comes back: that may have lost it. Nobody takes a registration back: it ends by itself, ``keep_s`` after
-the last renewal. So a user who moves or reconnects, or whose broker dies, finds it as it was.
+An interest that this broker has registered is renewed before its time is over, for as long as it has users. So it is
+when its log server comes back, and when its log is found to be lost: the server may have lost the interest, too. Until
+the server has answered, the interest does not count as registered. Interests without users are forgotten then, and
+registered for the next user. Nobody takes a registration back: it ends by itself, ``keep_s`` after the last renewal. So
+a user who moves or reconnects, or whose broker dies, finds it as it was.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class Queries:
         #: Interests to register with the next flush, by query and log server.
         self._to_register: dict[tuple[str, str], dict[str, tuple[SharedInterest, float]]] = {}
         self._is_looking = False
+        delivery.on_log_lost = self._on_log_lost
 
     def begin(self, subscription: Subscription, now: float) -> list[BrokerAction]:
         """Have a subscription to a query wait until its interest is registered."""
@@ -142,11 +145,20 @@ class Queries:
 
     def on_log_up(self, server: str, now: float) -> list[BrokerAction]:
         """Register everything at a log server again: it may have lost it, as the connection was."""
-        for interest_id, (_, keep_s) in self._renew_at.items():
+        for interest_id in [each for each in self._renew_at if self._logs.server_of(each) == server]:
             interest = self._interests.by_id.get(interest_id)
-            if interest is not None and interest.users and self._logs.server_of(interest_id) == server:
+            _, keep_s = self._renew_at.pop(interest_id)
+            if interest is not None and interest.users:
+                self._renew_at[interest_id] = now, keep_s
                 self._register(interest, keep_s)
         return self.flush(now)
+
+    def _on_log_lost(self, interest: SharedInterest) -> None:
+        """Register an interest again whose log was lost: somebody may have deleted all keys of its server."""
+        if interest.id in self._renew_at:
+            _, keep_s = self._renew_at[interest.id]
+            self._renew_at[interest.id] = 0.0, keep_s
+            self._register(interest, keep_s)
 
     def _renew(self, now: float) -> Sequence[BrokerAction]:
         """Renew the interests whose time has come; forget those without users."""

@@ -22,9 +22,13 @@ from dynamoth.plan.plan import Location, Mode, single
 from dynamoth_client.machines.standalone import FRESH_S
 from dynamoth_sim.audit import Audit, Totals, Violation
 from dynamoth_sim.cluster import Cluster, short_options
+from dynamoth_sim.data.audit import DataAudit
+from dynamoth_sim.data.run import DATA_PROFILES, run_data_profile
+from dynamoth_sim.data.scenarios import DATA_SCENARIOS
+from dynamoth_sim.data.stage import DataStage
 from dynamoth_sim.edge.run import EDGE_PROFILES, run_edge_profile
 from dynamoth_sim.edge.scenarios import EDGE_SCENARIOS
-from dynamoth_sim.edge.stage import EdgeStage
+from dynamoth_sim.edge.stage import EdgeScenario, EdgeStage
 from dynamoth_sim.faults.faults import Chaos
 from dynamoth_sim.faults.profiles import PROFILES, Profile, draw_profile
 from dynamoth_sim.load.workload import Workload
@@ -108,10 +112,15 @@ def run_seed(seed: int, name: str | None = None) -> Outcome:
         return run_scenario(seed, name)
     if name in EDGE_SCENARIOS:
         return run_edge_scenario(seed, name)
+    if name in DATA_SCENARIOS:
+        return run_data_scenario(seed, name)
     world = World(seed, CHECK_EVERY)
     if name in EDGE_PROFILES:
         edge, live = run_edge_profile(world, EDGE_PROFILES[name])
         return _outcome(name, edge.cluster, live, edge.logged_audit)
+    if name in DATA_PROFILES:
+        data, live = run_data_profile(world, DATA_PROFILES[name])
+        return _outcome(name, data.cluster, live, data.data_audit)
     drawn = draw_profile(world.random)
     return _run_profile(world, drawn if name is None else PROFILES[name])
 
@@ -134,9 +143,17 @@ def run_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
 
 def run_edge_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
     """Play a scenario of brokers and users; see :func:`run_scenario`."""
-    scenario = EDGE_SCENARIOS[name]
-    stage = EdgeStage(World(seed, check_every), scenario)
+    stage = EdgeStage(World(seed, check_every), EDGE_SCENARIOS[name])
+    return _play(name, stage, EDGE_SCENARIOS[name], stage.edge.logged_audit)
 
+
+def run_data_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
+    """Play a scenario of standing queries; see :func:`run_scenario`."""
+    stage = DataStage(World(seed, check_every), DATA_SCENARIOS[name])
+    return _play(name, stage, DATA_SCENARIOS[name], stage.data.data_audit)
+
+
+def _play(name: str, stage: EdgeStage, scenario: EdgeScenario, audit: Audit | DataAudit) -> Outcome:
     def play() -> list[Violation]:
         with suppress(SceneFailed):  # which has been noted as a violation
             stage.open()
@@ -144,7 +161,7 @@ def run_edge_scenario(seed: int, name: str, check_every: int = 1) -> Outcome:
             stage.close()
         return stage.violations()
 
-    return _outcome(name, stage.cluster, play, stage.edge.logged_audit)
+    return _outcome(name, stage.cluster, play, audit)
 
 
 def _run_profile(world: World, profile: Profile) -> Outcome:
@@ -153,7 +170,9 @@ def _run_profile(world: World, profile: Profile) -> Outcome:
     return _outcome(profile.name, cluster, lambda: _live(cluster, profile))
 
 
-def _outcome(name: str, cluster: Cluster, live: Callable[[], list[Violation]], also: Audit | None = None) -> Outcome:
+def _outcome(
+    name: str, cluster: Cluster, live: Callable[[], list[Violation]], also: Audit | DataAudit | None = None
+) -> Outcome:
     """Run a world to its end, and sum up. ``also`` is a second audit."""
     world = cluster.world
     began = time.process_time()

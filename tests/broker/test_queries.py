@@ -132,6 +132,29 @@ def test_an_unknown_query_is_asked_for_again_when_what_is_known_is_old() -> None
     assert asked(broker.open(3, REQUEST, grant=ANN), QUERIES_KEY) != []
 
 
+def test_a_query_that_one_server_does_not_have_is_unknown_only_if_all_servers_say_so() -> None:
+    """A server that has lost its data knows nothing; the one that is away may know the query."""
+    broker = Broker(replace(OPTIONS, logs={"l1": "redis://l1:6379", "l2": "redis://l2:6379"}))
+    [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
+    [refusal, _] = frames(defined(broker, ask, None), 1)
+    assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+    broker.up("log:l2")
+    again = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
+    assert [send.link for send in again] == [LOG, "log:l2"]
+    assert frames(defined(broker, again[0], None), 2) == []
+    [refusal, _] = frames(broker.tell(Replied("log:l2", again[1].tag, [None])), 2)
+    assert (refusal.code, refusal.retry) == ("unknown_query", "never")
+
+
+def test_a_known_query_is_served_while_a_server_is_away() -> None:
+    broker = Broker(replace(OPTIONS, logs={"l1": "redis://l1:6379", "l2": "redis://l2:6379"}))
+    [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
+    defined(broker, ask, NEAR)
+    broker.pass_time(BELIEVED_S)
+    [ask] = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
+    assert not any(isinstance(frame, Error) for frame in frames(defined(broker, ask, None), 2))
+
+
 def test_an_interest_is_renewed_while_it_has_users() -> None:
     broker, register = joining()
     opened(broker)
@@ -159,6 +182,44 @@ def test_a_log_server_that_comes_back_gets_its_registrations_again() -> None:
     broker.tell(Replied(LOG, register.tag, 1))
     broker.tell(LinkDown(LOG, "restarts"))
     [again] = scripts(broker.up(LOG, "another run"), REGISTER_SCRIPT)
+    assert INTEREST.id.encode() in again.args
+
+
+def test_an_interest_without_users_is_registered_again_when_its_log_server_has_come_back() -> None:
+    """The server may have lost it, and the next user must not be confirmed before it is registered."""
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    broker.tell(Closed(1))
+    broker.tell(LinkDown(LOG, "restarts"))
+    assert scripts(broker.up(LOG, "another run"), REGISTER_SCRIPT) == []
+    actions = broker.open(2, REQUEST, grant=ANN)
+    [again] = scripts(actions, REGISTER_SCRIPT)
+    assert only(Subscribed, frames(actions, 2)) == []
+    confirmed = broker.tell(Replied(LOG, again.tag, 1))
+    assert [type(each) for each in frames(confirmed, 2)] == [Subscribed, MovedIn]
+
+
+def test_nobody_is_confirmed_until_a_log_server_that_has_come_back_has_registered_an_interest_again() -> None:
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    broker.tell(LinkDown(LOG, "restarts"))
+    [first] = scripts(broker.up(LOG, "another run"), REGISTER_SCRIPT)
+    assert only(Subscribed, frames(broker.open(2, REQUEST, grant=ANN), 2)) == []
+    confirmed = broker.tell(Replied(LOG, first.tag, 1))
+    assert [type(each) for each in frames(confirmed, 2)] == [Subscribed, MovedIn]
+
+
+def test_an_interest_whose_log_was_lost_is_registered_again() -> None:
+    """All keys of its server were deleted (FLUSHALL): the connection stays, and the log begins again."""
+    broker, register = joining()
+    opened(broker, tip=0)
+    broker.tell(Replied(LOG, register.tag, 1))
+    notice = pack_publication(LoggedPublication(EPOCH + 1, 1, None))
+    [read] = reads(broker.tell(Publications([(INTEREST.log_channel, notice)])))
+    actions = broker.page(read, 1, 1, epoch=EPOCH + 1)
+    [again] = scripts(actions, REGISTER_SCRIPT)
     assert INTEREST.id.encode() in again.args
 
 

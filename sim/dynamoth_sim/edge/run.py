@@ -158,7 +158,12 @@ class EdgeChaos:
         self._profile = profile
         self._stopped = False
         self._undo: list[Callable[[], None]] = []
-        every: dict[str, Callable[[], None]] = {
+        every = self._by_name()
+        self._faults = [every[name] for name in profile.faults]
+
+    def _by_name(self) -> dict[str, Callable[[], None]]:
+        """Return every fault by its name."""
+        return {
             "move user": self._move_user,
             "move users": self._move_users,
             "drain broker": self._drain_broker,
@@ -182,7 +187,6 @@ class EdgeChaos:
             "restore log": self._restore_log,
             "flush log": self._flush_log,
         }
-        self._faults = [every[name] for name in profile.faults]
 
     def start(self) -> None:
         """Begin."""

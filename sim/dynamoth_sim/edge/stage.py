@@ -59,12 +59,15 @@ class EdgeStage(Stage):
 
     def __init__(self, world: World, scenario: EdgeScenario) -> None:
         super().__init__(world, scenario)
-        self.edge = EdgeWorld(self.cluster, scenario.edge)
+        self.edge = self._make_edge(scenario)
         self._makes_holes = scenario.makes_holes
         #: How many publications each writer has appended without a broker, by interest.
         self._written: dict[tuple[str, str], int] = {}
         #: A user who publishes for the script, and is not subscribed to anything.
         self._writer: UserApp | None = None
+
+    def _make_edge(self, scenario: EdgeScenario) -> EdgeWorld:
+        return EdgeWorld(self.cluster, scenario.edge)
 
     # Actors.
 

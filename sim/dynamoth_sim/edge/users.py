@@ -245,9 +245,7 @@ class UserApp:
             self.rosters.pop(interest.name, None)
             self.process.handle(RemoveSubscription(interest))
             return
-        channel, audit = interest.name.encode(), self.edge.audit_of(interest)
-        audit.ending(self._subscriber(interest), channel)
-        audit.ended(self._subscriber(interest), channel, self.world.now)
+        self._audit_left(interest)
         self.process.handle(RemoveSubscription(interest))
         waiting = [item for item in self._queue if item.interest != interest]
         if len(waiting) != len(self._queue):
@@ -339,7 +337,7 @@ class UserApp:
             self._stored.setdefault(interest.id, position)
             self._check_beginning(interest, position)
         self._note("is confirmed", interest)
-        self.edge.audit_of(interest).confirmed(self._subscriber(interest), interest.name.encode(), self.world.now)
+        self._audit_confirmed(interest)
 
     def _change_members(self, action: MemberChanged) -> None:
         roster, member = self.rosters[action.interest.name], action.member
@@ -367,19 +365,18 @@ class UserApp:
         if not self._queue:
             return  # the application has unsubscribed meanwhile
         item = self._queue.popleft()
-        now, interest = self.world.now, item.interest
-        channel, audit = interest.name.encode(), self.edge.audit_of(interest)
+        interest = item.interest
         is_repeated = isinstance(item, Deliver) and self._is_repeated(interest, item.position)
         if is_repeated:
             self.repeated += 1
             self._note(f"handles {item.position} again", interest)
         elif isinstance(item, Deliver):
-            publisher, number = read_payload(item.payload)
-            self.world.trace.add((now, "DELIVERS", self.name, None, channel, item.payload, None))
-            audit.delivered(self._subscriber(interest), channel, publisher, number, now)
+            channel = interest.name.encode()
+            self.world.trace.add((self.world.now, "DELIVERS", self.name, None, channel, item.payload, None))
+            self._audit_delivered(interest, item.payload)
         else:
             self._note(f"GAP {item.first}-{item.last}: {item.reason}", interest)
-            audit.gap(self._subscriber(interest), channel, None, None, now, item.reason)
+            self._audit_gap(interest, item)
         if item.position is not None:
             if not is_repeated:
                 self._stored[interest.id] = item.position
@@ -387,6 +384,25 @@ class UserApp:
             if self.is_stored:
                 self._look_at_stored(interest)
         self._handle_next()
+
+    # What the audit learns.
+
+    def _audit_confirmed(self, interest: Interest) -> None:
+        self.edge.audit_of(interest).confirmed(self._subscriber(interest), interest.name.encode(), self.world.now)
+
+    def _audit_left(self, interest: Interest) -> None:
+        channel, audit = interest.name.encode(), self.edge.audit_of(interest)
+        audit.ending(self._subscriber(interest), channel)
+        audit.ended(self._subscriber(interest), channel, self.world.now)
+
+    def _audit_delivered(self, interest: Interest, payload: bytes) -> None:
+        publisher, number = read_payload(payload)
+        audit, channel = self.edge.audit_of(interest), interest.name.encode()
+        audit.delivered(self._subscriber(interest), channel, publisher, number, self.world.now)
+
+    def _audit_gap(self, interest: Interest, gap: DeliverGap) -> None:
+        audit, channel = self.edge.audit_of(interest), interest.name.encode()
+        audit.gap(self._subscriber(interest), channel, None, None, self.world.now, gap.reason)
 
     def _note(self, text: str, interest: Interest | None) -> None:
         channel = None if interest is None else interest.name.encode()

@@ -106,6 +106,8 @@ class EdgeOptions:
     #: Whether publications of logged interests may be lost, with a gap: where their servers fail.
     logs_may_fail: bool = False
     retained_min: int = 1000
+    #: Whether log servers lose nothing when they restart.
+    logs_are_durable: bool = False
     #: Users of random worlds whose positions brokers keep.
     stored_users: int = 0
     #: Frames that may wait for a user.
@@ -167,20 +169,24 @@ class EdgeWorld:
             history=self.options.logged,
             presence=self.options.presence,
             alternates=tuple(url for url in urls if url != f"wss://{name}"),
-            log=LogOptions(self.options.retained_min),
+            log=LogOptions(self.options.retained_min, durable=self.options.logs_are_durable),
         )
 
     def add_user(
         self, name: str, interests: list[Interest], first: str | None = None, *, is_stored: bool = False
     ) -> UserApp:
         """Add a user; the caller starts it. ``first`` is the broker that it tries first."""
+        user = UserApp(self, name, self.user_options(first), interests, is_stored=is_stored)
+        self.users.append(user)
+        return user
+
+    def user_options(self, first: str | None = None) -> UserOptions:
+        """Return the options of a new user, with brokers in an order of its own."""
         urls = list(self.brokers)
         self.world.random.shuffle(urls)
         if first is not None:
             urls = [f"wss://{first}", *(url for url in urls if url != f"wss://{first}")]
-        user = UserApp(self, name, replace(self.options.user, urls=tuple(urls)), interests, is_stored=is_stored)
-        self.users.append(user)
-        return user
+        return replace(self.options.user, urls=tuple(urls))
 
     def broker_of(self, user: UserApp) -> BrokerApp | None:
         """Return the broker that serves a user."""

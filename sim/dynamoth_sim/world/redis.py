@@ -19,6 +19,7 @@ from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.names import PLAN_KEY, PLAN_KEY_NEW
 from dynamoth.protocol.fence import evaluate, unfenced
 from dynamoth_dispatcher.observation import EVERYTHING, QUIET_PATTERNS
+from dynamoth_sim.world import data_scripts
 from dynamoth_sim.world.network import Connection, End, Line, Packet
 from dynamoth_sim.world.redis_keys import KeySpace, Snapshot, UnknownCommand
 from dynamoth_sim.world.world import World
@@ -285,6 +286,8 @@ class RedisServer:
             return records.evaluate(words, partial(self.execute, who))
         if registrations.is_registrations_script(words):
             return registrations.evaluate(words, partial(self.execute, who))
+        if data_scripts.is_script(words):
+            return data_scripts.evaluate(words, partial(self.execute, who))
         if words[0] == b"EVAL":
             return evaluate(words, partial(self.execute, who), ErrorReply)
         if words[0] == b"HSET" and words[1] in (PLAN_KEY, PLAN_KEY_NEW):
@@ -483,7 +486,8 @@ _SUBSCRIBING = frozenset((b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBS
 
 def _is_of_logs(words: Sequence[bytes]) -> bool:
     is_edge = log.is_script(words) or positions.is_script(words) or presence.is_script(words)
-    return is_edge or records.is_records_script(words) or registrations.is_registrations_script(words)
+    is_data = records.is_records_script(words) or registrations.is_registrations_script(words)
+    return is_edge or is_data or data_scripts.is_script(words)
 
 
 def _to_bytes(word: CommandPart) -> bytes:

@@ -58,11 +58,13 @@ class KeySpace:
             b"DEL": self._del,
             b"GET": self._get,
             b"SET": self._set,
+            b"INCR": self._incr,
             b"PEXPIRE": self._pexpire,
             b"PTTL": self._pttl,
             b"XADD": self._xadd,
             b"XLEN": self._xlen,
             b"XRANGE": self._xrange,
+            b"XREVRANGE": self._xrevrange,
             b"ZADD": self._zadd,
             b"ZREM": self._zrem,
             b"ZREMRANGEBYSCORE": self._zremrangebyscore,
@@ -206,11 +208,19 @@ class KeySpace:
     def _xrange(self, words: Sequence[bytes]) -> Any:
         _, key, first, last, count, most = words
         assert count == b"COUNT", f"XRANGE with {words!r:.200}"
-        begin = 0 if first == b"-" else int(first.removesuffix(b"-0"))
+        is_open = first.startswith(b"(")
+        begin = 0 if first == b"-" else int(first.removeprefix(b"(").removesuffix(b"-0")) + is_open
         end = float("inf") if last == b"+" else int(last.removesuffix(b"-0"))
         entries = self._streams.get(key, {}).items()
         found = [[b"%d-0" % number, fields] for number, fields in entries if begin <= number <= end]
         return found[: int(most)]
+
+    def _xrevrange(self, words: Sequence[bytes]) -> Any:
+        _, key, last, first, count, most = words
+        assert (last, first, count) == (b"+", b"-", b"COUNT"), f"XREVRANGE with {words!r:.200}"
+        entries = self._streams.get(key, {})
+        newest = list(reversed(entries))[: int(most)]
+        return [[b"%d-0" % number, entries[number]] for number in newest]
 
     # Sorted sets.
 
@@ -250,6 +260,11 @@ class KeySpace:
 
     def _get(self, words: Sequence[bytes]) -> Any:
         return ErrorReply(WRONG_TYPE) if words[1] in self._hashes else self._strings.get(words[1])
+
+    def _incr(self, words: Sequence[bytes]) -> Any:
+        value = int(self._strings.get(words[1], b"0")) + 1
+        self._strings[words[1]] = b"%d" % value
+        return value
 
     def _set(self, words: Sequence[bytes]) -> Any:
         key, value = words[1:3]

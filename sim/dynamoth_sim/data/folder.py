@@ -1,0 +1,51 @@
+"""The checkpoint of one query in the model of the data cluster: what a process finds on its disk when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dynamoth.data.executions import Checkpoint, Window
+
+Offsets = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Folder:
+    """A checkpoint. Nothing changes an end that is stored."""
+
+    #: The execution before its first one, and the offsets before that; None: there is no checkpoint.
+    base: int | None = None
+    start: Offsets = field(default_factory=dict[str, Any])
+    first_end: Offsets | None = None
+    ends: dict[int, Offsets] = field(default_factory=dict[int, Offsets])
+    committed: int = 0
+
+    def begin(self, base: int, start: Offsets, first_end: Offsets | None) -> None:
+        """Begin a checkpoint in place of the one that there is."""
+        self.base, self.start, self.first_end, self.ends, self.committed = base, start, first_end, {}, base
+
+    def read(self) -> Checkpoint | None:
+        """Return what the production code learns of it."""
+        if self.base is None:
+            return None
+        return Checkpoint(self.base, dict(self.ends), self.committed, self.start, self.first_end)
+
+    @property
+    def last(self) -> int:
+        """The last execution of which it has the window."""
+        assert self.base is not None, "it has begun"
+        return max(self.ends, default=self.base)
+
+    def end(self, execution: int) -> Offsets:
+        """Return the end of a window; the base ends where the first one starts."""
+        return self.start if execution == self.base else self.ends[execution]
+
+    def window(self, execution: int) -> Window:
+        """Return the window of an execution."""
+        return Window(self.end(execution - 1), self.end(execution))
+
+    def copy(self) -> Folder:
+        """Return a backup."""
+        return replace(self, ends=dict(self.ends))

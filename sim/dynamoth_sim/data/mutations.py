@@ -1,0 +1,250 @@
+"""Standing queries with one remedy switched off, and the scripts and random worlds that must fail then."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import dynamoth.data.executions
+import dynamoth.data.records
+import dynamoth.data.registrations
+import dynamoth_broker.records
+from dynamoth.data.executions import Checkpoint, Progress, Window, continuation, store_progress_command
+from dynamoth.data.records import append_records_command
+from dynamoth.edge.log import append_many_command
+from dynamoth_broker.definitions import Definitions
+from dynamoth_broker.queries import Queries
+from dynamoth_broker.records import Outcome, Records
+from dynamoth_sim.data import query as model_query
+from dynamoth_sim.data.cluster import Program
+from dynamoth_sim.data.query import Asking, ModelQuery
+from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
+
+SAME_TERM = 1_000_000
+
+# Mutations replace private methods.
+# pyright: reportPrivateUsage=false
+
+
+# Brokers.
+
+
+def confirmed_before_registered() -> AbstractContextManager[None]:
+    """A broker confirms a subscription while its interest is being registered."""
+    begin = Queries.begin
+
+    def go_on(self: Queries, subscription: Any, now: float) -> list[Any]:
+        actions = begin(self, subscription, now)
+        subscription.awaits_registration = False
+        return [*actions, *self._delivery.begin(subscription, now)]
+
+    return replaced(Queries, begin=go_on)
+
+
+def interests_are_not_renewed() -> AbstractContextManager[None]:
+    """A broker lets the interests of its users end."""
+    return replaced(Queries, _renew=no_actions)
+
+
+def lost_interests_are_not_registered() -> AbstractContextManager[None]:
+    """A broker does not register again what a log server has lost."""
+    return replaced(Queries, on_log_up=no_actions, _on_log_lost=nothing)
+
+
+def interests_without_users_count() -> AbstractContextManager[None]:
+    """A broker takes interests without users for registered, though their log server may have lost them."""
+    on_log_up = Queries.on_log_up
+
+    def keep(self: Queries, server: str, now: float) -> list[Any]:
+        before = dict(self._renew_at)
+        actions = on_log_up(self, server, now)
+        self._renew_at = {**before, **self._renew_at}
+        return actions
+
+    return replaced(Queries, on_log_up=keep)
+
+
+def lost_logs_tell_nothing_of_interests() -> AbstractContextManager[None]:
+    """A broker that finds a log lost takes its interest for registered."""
+    return replaced(Queries, _on_log_lost=nothing)
+
+
+def one_server_knows_definitions() -> AbstractContextManager[None]:
+    """A broker takes the answer of any log server for that of all."""
+    replied = Definitions._replied
+
+    def believe(self: Definitions, name: str, known: Any, reply: Any, now: float, *, is_query: bool) -> Sequence[Any]:
+        if known.unanswered == 1 and (known.answers or reply is not None):
+            known.answers = len(self._ids) - (reply is not None)
+        return replied(self, name, known, reply, now, is_query=is_query)
+
+    return replaced(Definitions, _replied=believe)
+
+
+def records_come_twice() -> AbstractContextManager[None]:
+    """A log server does not know the ids of records."""
+
+    def append(dataset: Any, partition: int, records: Sequence[tuple[bytes, str]], run_id: str) -> Any:
+        return append_records_command(replace(dataset, id=""), partition, records, run_id)
+
+    return replaced(dynamoth_broker.records, append_records_command=append)
+
+
+def acknowledged_before_stored() -> AbstractContextManager[None]:
+    """A broker acknowledges a record before it sends it to the log server."""
+    found = Records._found
+
+    def acknowledge(self: Records, record: bytes, subject: str, on_outcome: Any, dataset: Any, now: float) -> Any:
+        actions = on_outcome(Outcome("stored"), now)
+        return [*actions, *found(self, record, subject, no_actions, dataset, now)]
+
+    return replaced(Records, _found=acknowledge)
+
+
+# Log servers.
+
+
+def logs_outlive_interests() -> AbstractContextManager[None]:
+    """A log stays when its interest ends: who comes back finds no gap."""
+    evaluate = dynamoth.data.registrations.evaluate
+
+    def keep(words: Sequence[bytes], execute: Any) -> Any:
+        return evaluate(words, lambda *words: 0 if words[0] == b"DEL" else execute(*words))
+
+    return replaced(dynamoth.data.registrations, evaluate=keep)
+
+
+def offsets_begin_with_seconds() -> AbstractContextManager[None]:
+    """Offsets of a new stream begin with the second of the server's clock."""
+    evaluate = dynamoth.data.records.evaluate
+
+    def whole_seconds(words: Sequence[bytes], execute: Any) -> Any:
+        return evaluate(words, lambda *words: _without_fraction(execute(*words), words))
+
+    return replaced(dynamoth.data.records, evaluate=whole_seconds)
+
+
+def _without_fraction(reply: Any, words: Sequence[bytes]) -> Any:
+    return [reply[0], b"0"] if words[0] == b"TIME" else reply
+
+
+# The data cluster.
+
+
+def interests_of_the_tick() -> AbstractContextManager[None]:
+    """An execution is about the interests that were registered before its tick."""
+
+    def seal(self: ModelQuery, tick_ms: int) -> Asking:
+        end = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": (yield from self._tips()), "static": {}}
+        self._place.witness.sealed(self._query.name, end, self._place.machine.now)
+        return end
+
+    return replaced(ModelQuery, _seal=seal)
+
+
+def sealed_before_it_ends() -> AbstractContextManager[None]:
+    """A window is sealed first, and then the ends of partitions are read."""
+
+    def seal(self: ModelQuery, tick_ms: int) -> Asking:
+        sealed_ms = yield from self._now_ms()
+        end = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": (yield from self._tips()), "static": {}}
+        self._place.witness.sealed(self._query.name, end, self._place.machine.now)
+        return end
+
+    return replaced(ModelQuery, _seal=seal)
+
+
+def executions_are_not_numbered() -> AbstractContextManager[None]:
+    """Result sets are appended whatever execution a log has."""
+    numbers = count(1)
+
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int) -> Any:
+        return append_many_command(publications, run_id, options, term, 1000 * execution + next(numbers))
+
+    return replaced(model_query, append_many_command=append)
+
+
+def progress_after_publishing() -> AbstractContextManager[None]:
+    """The window of an execution is stored when its result sets are published."""
+
+    def execute(self: ModelQuery, execution: int, window: Window) -> Asking:
+        before = self._progress
+        if before is not None and before.execution >= execution and before.is_done:
+            return
+        yield from self._publish_results(execution, window)
+        yield from self._store_progress(Progress(execution, window, is_done=False))
+        yield from self._store_progress(Progress(execution, window, is_done=True))
+        self._place.witness.executed(self._query.name, execution, self._place.machine.now)
+
+    return replaced(ModelQuery, _execute=execute)
+
+
+@contextmanager
+def terms_are_not_checked() -> Generator[None]:
+    """All data clusters have the same term: a former one goes on beside the newer one."""
+
+    def look_away(self: Program) -> Asking:
+        yield from ()
+
+    def store(query: str, progress: Progress, term: int) -> Any:
+        return store_progress_command(query, progress, SAME_TERM)
+
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int) -> Any:
+        return append_many_command(publications, run_id, options, SAME_TERM, execution)
+
+    look = replaced(Program, _check_term=look_away)
+    with look, replaced(model_query, store_progress_command=store, append_many_command=append):
+        yield
+
+
+def checkpoints_always_fit() -> AbstractContextManager[None]:
+    """A data cluster goes on with the checkpoint of its disk, whatever the log server says."""
+    return replaced(Checkpoint, fits=returning(True))
+
+
+def unfinished_executions_are_skipped() -> AbstractContextManager[None]:
+    """A new checkpoint begins behind the last execution, though that may be published in part."""
+
+    def skip(progress: Progress | None) -> Any:
+        return continuation(None if progress is None else replace(progress, is_done=True))
+
+    return replaced(dynamoth.data.executions, continuation=skip)
+
+
+def progress_is_not_read() -> AbstractContextManager[None]:
+    """A data cluster without a checkpoint begins behind the records that there are."""
+    return replaced(dynamoth.data.executions, continuation=lambda progress: continuation(None))
+
+
+DATA_CHECKS: tuple[Check, ...] = (
+    Check("data-registered-before-confirmed", confirmed_before_registered, "D1"),
+    Check("data-registered-in-a-window", sealed_before_it_ends, "D1"),
+    Check("data-registered-in-a-window", interests_of_the_tick, "D1"),
+    Check("data-comes-back-late", logs_outlive_interests, "D1"),
+    Check("data-stays-registered", interests_are_not_renewed, "D1"),
+    Check("data-definition-is-elsewhere", one_server_knows_definitions, "B1"),
+    Check("data-log-server-loses-interests", lost_interests_are_not_registered, "D1"),
+    Check("data-log-server-loses-interests-without-users", interests_without_users_count, "D1"),
+    Check("data-keys-are-deleted-twice", offsets_begin_with_seconds, "expected"),
+    Check("data-keys-are-deleted-twice", lost_logs_tell_nothing_of_interests, "expected"),
+    Check("data-answer-is-lost", records_come_twice, "D2"),
+    Check("data-record-is-lost", acknowledged_before_stored, "D1"),
+    Check("data-dies-after-appending", executions_are_not_numbered, "D2"),
+    Check("data-loses-its-disk-after-appending", progress_after_publishing, "D3"),
+    Check("data-loses-its-disk-after-appending", progress_is_not_read, "D4"),
+    Check("data-hangs-while-appending", terms_are_not_checked, "expected"),
+    Check("data-hangs-while-appending", unfinished_executions_are_skipped, "D1"),
+    Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
+)
+"""Every mutation of standing queries, with the script that must fail under it."""
+
+RANDOM_CHECKS: tuple[Check, ...] = (
+    Check("data-crashes", progress_after_publishing, "D3"),
+    Check("data-crashes", terms_are_not_checked, "D3"),
+    Check("data-crashes", unfinished_executions_are_skipped, "D1"),
+    Check("data-durable", checkpoints_always_fit, "D4"),
+)
+"""Mutations that random worlds find, too."""

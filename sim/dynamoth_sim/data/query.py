@@ -1,0 +1,278 @@
+"""One query in the model of the data cluster: windows, progress and result sets, without Spark.
+
+It does what ``source.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the same order and with
+the same commands. Its SQL is one line: the records whose ``type`` is the parameter of that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dynamoth.data.datasets import Dataset
+from dynamoth.data.executions import (
+    Progress,
+    Window,
+    executions_key,
+    executions_server,
+    parse_progress,
+    resumption,
+    store_progress_command,
+    with_new_datasets,
+)
+from dynamoth.data.queries import StandingQuery
+from dynamoth.data.records import (
+    Record,
+    parse_records,
+    parse_tip,
+    partition_name,
+    partition_server,
+    range_command,
+    tip_command,
+)
+from dynamoth.data.results import result_payload
+from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
+from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
+from dynamoth.edge.publications import LoggedPublication, pack_publication
+from dynamoth_sim.data.folder import Folder, Offsets
+from dynamoth_sim.data.interest_table import ModelTable
+from dynamoth_sim.data.tasks import Ask, ProcessEnds, PublishResults, ServerFailed, Sleep, Task, TaskMachine, ask
+
+POLL_S = 0.05
+"""A query looks this often whether there are new records behind a tick."""
+
+RETRY_S = 0.1
+"""A query that has failed is started again after this time."""
+
+APPEND_RETRY_S = 0.05
+APPEND_RETRY_S_MAX = 0.3
+
+APPENDS_PER_COMMAND = 2
+RECORDS_PER_READ = 5
+"""Few, so that a process can die in the middle of many an execution."""
+
+Asking = Generator[Ask | Sleep | PublishResults, Any, Any]
+
+
+class Witness(Protocol):
+    """Who sees what the model does: the audit."""
+
+    def sealed(self, query: str, end: Offsets, now: float) -> None:
+        """Note that the end of a window has just been read."""
+        ...
+
+    def executes(self, query: str, execution: int, window: Window, now: float) -> None:
+        """Note that result sets of a window are about to be published."""
+        ...
+
+    def executed(self, query: str, execution: int, now: float) -> None:
+        """Note that an execution is done."""
+        ...
+
+
+class _RecordsLost(Exception):
+    """Raised when a partition ends before records that were executed: its server has lost some."""
+
+
+@dataclass(slots=True)
+class Place:
+    """What all queries of one process share."""
+
+    machine: TaskMachine
+    servers: tuple[str, ...]
+    durable: bool
+    witness: Witness
+    #: Draws epochs of new logs.
+    new_epoch: Any
+    term: int = 0
+    datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
+
+
+class ModelQuery:
+    """Executes one query, as long as its process lives.
+
+    Args:
+        place: what all queries share.
+        query: its definition.
+        period_s: between ticks, in place of the definition's: shorter than a second.
+        folder: its checkpoint.
+
+    """
+
+    def __init__(self, place: Place, query: StandingQuery, period_s: float, folder: Folder) -> None:
+        self._place = place
+        self._query = query
+        self._period_ms = round(period_s * 1000)
+        self._folder = folder
+        self._table = ModelTable(place.servers, query)
+        self._progress: Progress | None = None
+        self._first_end: Offsets | None = None
+
+    def run(self) -> Task:
+        """Execute, and begin again after each failure."""
+        while True:
+            try:
+                yield from self._stream()
+            except (ServerFailed, _RecordsLost) as error:
+                self._end_if_fenced(error)
+            yield Sleep(self._place.machine.now + RETRY_S)
+
+    @staticmethod
+    def _end_if_fenced(error: Exception) -> None:
+        if is_fenced(str(error)):
+            raise ProcessEnds("a newer data cluster is there")
+
+    # The stream.
+
+    def _stream(self) -> Asking:
+        yield from self._prepare()
+        folder = self._folder
+        while True:
+            if folder.last == folder.committed:
+                end = yield from self._next_end(folder.end(folder.last))
+                folder.ends[folder.last + 1] = end
+            execution = folder.last
+            yield from self._execute(execution, folder.window(execution))
+            folder.committed = execution
+
+    def _prepare(self) -> Asking:
+        """Make a checkpoint that fits the stored progress."""
+        name = self._query.name
+        self._progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
+        begin = resumption(self._progress, self._folder.read(), reads_the_same=True)
+        if begin is not None:
+            tips = yield from self._tips()
+            now = {"tick_ms": 0, "offsets": tips}
+            start = with_new_datasets(begin.start or now, tips)
+            end = None if begin.first_end is None else with_new_datasets(begin.first_end, tips)
+            self._folder.begin(begin.base, start, end)
+        self._first_end = self._folder.first_end
+
+    def _next_end(self, start: Offsets) -> Asking:
+        """Wait for new records behind a tick, and return the end of the next window."""
+        if self._first_end is not None:
+            first_end, self._first_end = self._first_end, None
+            if first_end["tick_ms"] > start["tick_ms"]:
+                return first_end
+        while True:
+            tick_ms = int(self._place.machine.now * 1000) // self._period_ms * self._period_ms
+            if tick_ms > start["tick_ms"]:
+                end = yield from self._seal(tick_ms)
+                before: Mapping[str, int] = start["offsets"]
+                if any(tip < before.get(name, 0) for name, tip in end["offsets"].items()):
+                    raise _RecordsLost
+                if any(tip > before.get(name, 0) for name, tip in end["offsets"].items()):
+                    return end
+            yield Sleep(self._place.machine.now + POLL_S)
+
+    def _seal(self, tick_ms: int) -> Asking:
+        """Read where partitions end, and then the clocks."""
+        tips = yield from self._tips()
+        end = {"tick_ms": tick_ms, "sealed_ms": (yield from self._now_ms()), "offsets": tips, "static": {}}
+        self._place.witness.sealed(self._query.name, end, self._place.machine.now)
+        return end
+
+    def _tips(self) -> Asking:
+        tips: dict[str, int] = {}
+        for name in self._partitions():
+            reply = yield from ask(partition_server(name, self._place.servers), *tip_command(name))
+            tips[name] = parse_tip(reply)[0]
+        return tips
+
+    def _partitions(self) -> list[str]:
+        dataset = self._place.datasets[self._query.on]
+        return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
+
+    def _now_ms(self) -> Asking:
+        latest = 0
+        for id_ in self._place.servers:
+            seconds, microseconds = yield from ask(id_, b"TIME")
+            latest = max(latest, int(seconds) * 1000 + int(microseconds) // 1000)
+        return latest
+
+    def _ask_own(self, *command: Any) -> Asking:
+        """Ask the server that has the progress of the query."""
+        return (yield from ask(executions_server(self._query.name, self._place.servers), *command))
+
+    # An execution.
+
+    def _execute(self, execution: int, window: Window) -> Asking:
+        before = self._progress
+        if before is not None and before.execution >= execution and before.is_done:
+            return
+        yield from self._store_progress(Progress(execution, window, is_done=False))
+        yield from self._publish_results(execution, window)
+        yield from self._store_progress(Progress(execution, window, is_done=True))
+        self._place.witness.executed(self._query.name, execution, self._place.machine.now)
+
+    def _store_progress(self, progress: Progress) -> Asking:
+        self._progress = progress
+        yield from self._ask_own(*store_progress_command(self._query.name, progress, self._place.term))
+
+    def _publish_results(self, execution: int, window: Window) -> Asking:
+        self._place.witness.executes(self._query.name, execution, window, self._place.machine.now)
+        yield from self._table.refresh()
+        records = yield from self._read(window)
+        payloads = self._payloads(records, execution, window.end)
+        for server in self._place.servers:
+            own = [each for each in payloads if log_server(each[0], self._place.servers) == server]
+            for first in range(0, len(own), APPENDS_PER_COMMAND):
+                yield from self._publish(server, own[first : first + APPENDS_PER_COMMAND], execution)
+
+    def _read(self, window: Window) -> Asking:
+        records: list[Record] = []
+        for name in self._partitions():
+            position, until = window.start["offsets"].get(name, 0), window.end["offsets"].get(name, 0)
+            while position < until:
+                command = range_command(name, position, until, RECORDS_PER_READ)
+                page = parse_records((yield from ask(partition_server(name, self._place.servers), *command)))
+                if not page:
+                    break
+                records += page
+                position = page[-1].offset
+        return records
+
+    def _payloads(self, records: Sequence[Record], execution: int, end: Offsets) -> list[tuple[str, bytes]]:
+        """Return the result sets that are not empty, by interest: what a job of Spark computes."""
+        rows = [json.loads(record.value) for record in records]
+        payloads: list[tuple[str, bytes]] = []
+        for each in self._table.until(end.get("sealed_ms", end["tick_ms"])):
+            wanted = json.loads(each.params or "{}")["type"]
+            mine = [row for row in rows if row["type"] == wanted]
+            if mine:
+                query = self._query
+                payload = result_payload(query.name, query.version, execution, end["tick_ms"], json.dumps(mine))
+                payloads.append((each.interest_id, payload))
+        return payloads
+
+    def _publish(self, server: str, results: Sequence[tuple[str, bytes]], execution: int) -> Asking:
+        appended = yield from self._append(server, results, execution)
+        is_inline = self._query.delivery == "inline"
+        messages: list[tuple[bytes, bytes]] = []
+        for (interest, payload), place in zip(results, appended, strict=True):
+            if place.is_exact:
+                publication = LoggedPublication(place.epoch, place.offset, payload if is_inline else None)
+                messages.append((LOG_CHANNEL_PREFIX + interest.encode(), pack_publication(publication)))
+        yield PublishResults(messages)
+
+    def _append(self, server: str, results: Sequence[tuple[str, bytes]], execution: int) -> Asking:
+        place, query = self._place, self._query
+        options = LogOptions(query.retained_min, durable=place.durable)
+        deadline = place.machine.now + APPEND_RETRY_S_MAX
+        while True:
+            try:
+                run_id = "" if place.durable else _run_id((yield from ask(server, b"INFO", b"server")))
+                new = [(interest, payload, place.new_epoch()) for interest, payload in results]
+                command = append_many_command(new, run_id, options, place.term, execution)
+                return parse_appended_many((yield from ask(server, *command)))
+            except ServerFailed as error:
+                if is_fenced(str(error)) or place.machine.now > deadline:
+                    raise
+            yield Sleep(place.machine.now + APPEND_RETRY_S)
+
+
+def _run_id(info: bytes | str) -> str:
+    text = info.decode() if isinstance(info, bytes) else info
+    return text.partition("run_id:")[2].split()[0]

@@ -1,0 +1,278 @@
+"""Scripts for standing queries: the moments in which a record or a result set could be lost, or come twice.
+
+U and V are users, R reports records by way of the last broker. See ``edge.scenarios``.
+"""
+
+from __future__ import annotations
+
+from dynamoth.data.records import partition_name
+from dynamoth.data.registrations import registration_keys
+from dynamoth.edge.interests import Interest, query_interest
+from dynamoth_sim.data.stage import DataScenario, DataStage
+from dynamoth_sim.data.users import QueryUser
+from dynamoth_sim.data.world import KEEP_S, DataOptions, data_edge
+from dynamoth_sim.edge.stage import AT_ONCE_S
+from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS
+from dynamoth_sim.world.redis import RedisServer
+
+ALERTS_A, ALERTS_B = (query_interest("alerts_of", {"type": type_}) for type_ in ("a", "b"))
+
+LOSES = DataOptions(records_may_be_lost=True, skew_s=0.0)
+
+INTERESTS = registration_keys("alerts_of")[0]
+ALERTS = partition_name("alerts", 0)
+
+
+def _other(stage: DataStage, server: RedisServer) -> RedisServer:
+    return next(each for each in stage.edge.logs.values() if each is not server)
+
+
+# Interests.
+
+
+def registered_before_confirmed(stage: DataStage) -> None:
+    """b1 cannot learn yet what U's query is: U is not confirmed, as nothing is executed for it."""
+    interest = ALERTS_A
+    held = _other(stage, stage.log_of(interest))
+    with stage.held("b1", held.id, to_server=True):
+        user = stage.new_user("U", interest)
+        stage.run(AT_ONCE_S)
+        stage.report(interest)
+        stage.run_executions()
+    stage.wait_served(user, "b1")
+    stage.report(interest)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
+def registered_in_a_window(stage: DataStage) -> None:
+    """U subscribes, and R reports, while the data cluster reads where a window ends: the window is about U."""
+    server = stage.partition_server(ALERTS)
+    stage.query_user("V", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.report(ALERTS_A)
+    stage.wait_tip_asked(stage.data.current, ALERTS)
+    with stage.held("dc1", server.id, to_server=True):
+        user = stage.query_user("U", ALERTS_B)
+        stage.report(ALERTS_B)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
+def comes_back_late(stage: DataStage) -> None:
+    """U comes back when its interest has ended: it gets a gap, as it may have missed something."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.query_user("V", ALERTS_B)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    user.crash()
+    stage.run(2 * KEEP_S)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    user.start()
+    stage.wait_served(user)
+    stage.run(AT_ONCE_S)
+    stage.expect_data_gaps(1)
+
+
+def log_server_loses_interests(stage: DataStage) -> None:
+    """The server of U's log loses everything while no data cluster runs that knows U's interest: b1 knows it."""
+    user = stage.query_user("U", ALERTS_A)
+    _lose_everything(stage, ALERTS_A)
+    stage.run(AT_ONCE_S)
+    stage.start_data_cluster(stage.data.current)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
+def log_server_loses_interests_without_users(stage: DataStage) -> None:
+    """The same, and b1 has no users of the interest just then: it registers the interest for the next one."""
+    stage.query_user("V", ALERTS_B, ALERTS_A).leave(ALERTS_A)
+    stage.run(1.1 * SHORT_BROKER_OPTIONS.linger_s)
+    _lose_everything(stage, ALERTS_A)
+    stage.start_data_cluster(stage.data.current)
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
+def _lose_everything(stage: DataStage, interest: Interest) -> None:
+    """Kill the data cluster, and restart the log server of an interest without anything."""
+    stage.data.current.kill()
+    server, brokers = stage.log_of(interest), stage.edge.brokers.values()
+    server.stop()
+    stage.wait("brokers notice", lambda: all(each.machine.logs.faults for each in brokers))
+    server.start()
+    stage.wait("brokers are back", lambda: not any(each.machine.logs.faults for each in brokers))
+
+
+def stays_registered(stage: DataStage) -> None:
+    """U stays for longer than interests without users are kept, while no record matches."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.run(2 * KEEP_S)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
+def definition_is_elsewhere(stage: DataStage) -> None:
+    """One log server has lost the definitions, and the one that has them is away: U waits, and is not refused."""
+    stage.data.current.kill()
+    first, second = stage.edge.logs.values()
+    snapshot = second.snapshot()
+    second.stop()
+    first.flush()
+    user = stage.new_user("U", ALERTS_A)
+    stage.run(AT_ONCE_S)
+    stage.expect("U waits", not stage.is_served(user))
+    second.start(snapshot)
+    stage.wait_served(user)
+
+
+# Records.
+
+
+def answer_is_lost(stage: DataStage) -> None:
+    """b1 loses the answer to a record, and R2 sends it again: it is stored once."""
+    user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
+    stage.report(ALERTS_A, reporter)  # so b1 knows the dataset
+    stage.run_executions()
+    server = stage.partition_server(ALERTS)
+    with stage.held("b1", server.id, to_server=False):
+        stage.begin_report(ALERTS_A, reporter)
+        stage.run(AT_ONCE_S)
+        stage.cut("b1", server.id)
+    stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
+    stage.run_executions()
+    stage.expect_results(user, 2)
+
+
+def record_is_lost(stage: DataStage) -> None:
+    """A record never comes to its log server: nobody has acknowledged it, so R2 sends it again."""
+    user, reporter = stage.query_user("U", ALERTS_A, at="b2"), stage.reporter("R2", "b1")
+    stage.report(ALERTS_A, reporter)  # so b1 knows the dataset
+    stage.run_executions()
+    server = stage.partition_server(ALERTS)
+    with stage.held("b1", server.id, to_server=True):
+        stage.begin_report(ALERTS_A, reporter)
+        stage.run(AT_ONCE_S)
+        stage.cut("b1", server.id)
+    stage.wait("the record is acknowledged", lambda: not reporter.is_reporting)
+    stage.run_executions()
+    stage.expect_results(user, 2)
+
+
+def keys_are_deleted_twice(stage: DataStage) -> None:
+    """All keys are deleted, and again within a second: b1 registers U again, and no offset is given twice."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(query_interest("alerts_of", {"type": "c"}))  # so b3 knows the dataset
+    stage.run(1.0 - stage.world.now % 1.0)
+    _delete_keys(stage)
+    stage.wait("U's interest is registered", lambda: bool(stage.log_of(ALERTS_A).hash(INTERESTS)), 0.6)
+    stage.report(ALERTS_A)
+    stage.wait("U has the record", lambda: stage.delivered(user) == 1)
+    _delete_keys(stage)
+    stage.report(ALERTS_A)
+    stage.wait("U has the next one", lambda: stage.delivered(user) == 2)
+    stage.run_executions()
+
+
+def _delete_keys(stage: DataStage) -> None:
+    for server in stage.edge.logs.values():
+        server.flush()
+
+
+# The data cluster.
+
+
+def _append_under_way(stage: DataStage) -> QueryUser:
+    """Return U, whose result set the data cluster has just appended; it does not know that yet."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.wait_appending(stage.data.current)
+    return user
+
+
+def dies_after_appending(stage: DataStage) -> None:
+    """The data cluster dies when it has appended a result set; it appends it again, and U gets it once."""
+    user = _append_under_way(stage)
+    stage.run(0.001)
+    stage.data.current.kill()
+    stage.start_data_cluster(stage.data.current)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
+def loses_its_disk_after_appending(stage: DataStage) -> None:
+    """The same, and the next data cluster has another disk, and more records: the window is the same."""
+    user = _append_under_way(stage)
+    stage.run(0.001)
+    stage.data.current.kill()
+    stage.report(ALERTS_A)
+    stage.data.current = stage.data.data_clusters[1]
+    stage.start_data_cluster(stage.data.current)
+    stage.run_executions()
+    stage.expect_results(user, 2)
+
+
+def hangs_while_appending(stage: DataStage) -> None:
+    """A data cluster hangs before it appends, another one takes over, and the first one goes on: it is refused."""
+    former, user = stage.data.current, _append_under_way(stage)
+    former.pause(1.0)
+    with stage.held(former.name, stage.log_of(ALERTS_A).id, to_server=True):
+        stage.data.current = stage.data.data_clusters[1]
+        stage.start_data_cluster(stage.data.current)
+        stage.run_executions()
+        stage.report(ALERTS_A)
+        stage.run_executions()
+    stage.wait("the former data cluster ends", lambda: not former.is_running)
+    stage.expect_results(user, 2)
+
+
+def comes_back_with_an_old_disk(stage: DataStage) -> None:
+    """A data cluster comes back that knows little of what another one has executed meanwhile."""
+    former, user = stage.data.current, stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    former.kill()
+    stage.data.current = stage.data.data_clusters[1]
+    stage.start_data_cluster(stage.data.current)
+    for _ in range(2):
+        stage.report(ALERTS_A)
+        stage.run_executions()
+    stage.data.current.kill()
+    stage.data.current = former
+    stage.start_data_cluster(former)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 4)
+
+
+DATA_SCENARIOS: dict[str, DataScenario] = {
+    "data-answer-is-lost": DataScenario(answer_is_lost, edge=data_edge(), losses_allowed=True),
+    "data-comes-back-with-an-old-disk": DataScenario(comes_back_with_an_old_disk, edge=data_edge()),
+    "data-comes-back-late": DataScenario(comes_back_late, edge=data_edge(), losses_allowed=True),
+    "data-definition-is-elsewhere": DataScenario(
+        definition_is_elsewhere, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-dies-after-appending": DataScenario(dies_after_appending, edge=data_edge()),
+    "data-hangs-while-appending": DataScenario(hangs_while_appending, edge=data_edge()),
+    "data-log-server-loses-interests": DataScenario(
+        log_server_loses_interests, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-log-server-loses-interests-without-users": DataScenario(
+        log_server_loses_interests_without_users, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-loses-its-disk-after-appending": DataScenario(loses_its_disk_after_appending, edge=data_edge()),
+    "data-record-is-lost": DataScenario(record_is_lost, edge=data_edge(), losses_allowed=True),
+    "data-registered-before-confirmed": DataScenario(registered_before_confirmed, edge=data_edge()),
+    "data-registered-in-a-window": DataScenario(registered_in_a_window, edge=data_edge()),
+    "data-keys-are-deleted-twice": DataScenario(
+        keys_are_deleted_twice, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
+    "data-stays-registered": DataScenario(stays_registered, edge=data_edge()),
+}
+"""Every scenario by its name."""
