@@ -22,7 +22,7 @@ from tests.data_cluster.world import STATIC, World, reports, stream_session
 
 PLACES: dict[str, Any] = {"kind": "keyed", "key": "id", "id": ""}
 
-NEAR = {
+NEAR: dict[str, Any] = {
     "on": "reports",
     "reads": ["places", "shelters"],
     "parameters": {"type": "string"},
@@ -130,7 +130,7 @@ def test_results_are_those_of_a_large_window(
         with monkeypatch.context() as patch:
             if bound is not None:
                 patch.setattr(f"dynamoth_analytics.cluster.{bound}", 0)
-            sealed = Window(start, end | {"sealed_ms": world.servers.now_ms()})
+            sealed = Window(start, {**end, "sealed_ms": world.servers.now_ms()})
             runner._run(stream_session(driver), 1, sealed)  # pyright: ignore[reportPrivateUsage]
     found = {name: world.rows(interest) for name, interest in interests.items()}
     assert found["small"] == found["grids"] == found["large"]

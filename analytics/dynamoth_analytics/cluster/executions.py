@@ -361,7 +361,7 @@ class QueryRunner:
         if interests_count <= ROWS_MAX:
             tables = context.small_windows.tables(query, self.datasets, window)
         for name, setting in SETTINGS.items():
-            spark.conf.set(name, setting if tables is not None else context.spark.conf.get(name))
+            spark.conf.set(name, setting if tables is not None else str(context.spark.conf.get(name)))
         if tables is None:
             views = {query.on: self._records(spark, window)}
             views |= {name: self._view(spark, name, end) for name in query.reads}
