@@ -578,6 +578,9 @@ class DataClusterSettings(HttpSettings):
     hot_records: int = setting(
         100_000, "records of each partition that stay at Redis when they are archived", minimum=100
     )
+    archive_keep_days: int = setting(
+        0, "older days of the archive are deleted when no query needs them any more; 0: all are kept", minimum=0
+    )
     log_ttl_s: float = setting(604_800.0, "as broker.log_ttl_s", unit="s", minimum=1, maximum=31_536_000)
     log_durable: bool = setting(False, "as broker.log_durable")
 

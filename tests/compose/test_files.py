@@ -33,9 +33,9 @@ def test_whatever_the_compose_file_names_exists() -> None:
         for mount in service.get("volumes", []):
             source = mount.partition(":")[0]
             assert (FOLDER / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], mount
-    written = re.findall(r"(?:secrets/|for name in |in )([a-z ]+); do", (FOLDER / "make-secrets").read_text())[
-        0
-    ].split()
+    roles = re.search(r"roles='([a-z -]+)'", (FOLDER / "make-secrets").read_text())
+    assert roles is not None
+    written = [*roles[1].split(), "grafana"]
     assert {Path(secret["file"]).name for secret in COMPOSE["secrets"].values()} <= {*written, "users.acl"}
 
 

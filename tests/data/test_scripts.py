@@ -14,14 +14,17 @@ import pytest
 from dynamoth.data.datasets import Dataset, Field
 from dynamoth.data.records import (
     OFFSET_BITS,
+    RUNS_BYTES_MAX,
     append_records_command,
     is_full,
     parse_appended_records,
     parse_records,
+    parse_state,
     parse_tip,
     partition_keys,
     partition_name,
     range_command,
+    state_command,
     tip_command,
     trim_command,
 )
@@ -69,6 +72,25 @@ STORIES: dict[str, list[Command]] = {
         append(PLAIN, (b"c", ""), run="run2"),
         tip_command(NAME),
     ],
+    "runs are remembered, and the first one was preceded by nothing": [
+        append(PLAIN, (b"a", "")),
+        append(PLAIN, (b"b", ""), run="run2"),
+        (b"HGET", partition_keys(NAME)[0], b"run"),
+    ],
+    "old runs are forgotten": [
+        (b"HSET", partition_keys(NAME)[0], b"run", b"run1", b"offset", b"7", b"runs", b"1-2 " * 999 + b"33-44 "),
+        append(PLAIN, (b"a", ""), run="run2"),
+        (b"HGET", partition_keys(NAME)[0], b"run"),
+    ],
+    "a run begins with its first record": [
+        append(WITH_ID, (b"a", "1")),
+        append(WITH_ID, (b"a", "1"), run="run2"),
+        append(replace(SMALL, id="n"), (b"b", "2"), (b"c", "3"), (b"d", "4"), run="run2"),
+        tip_command(NAME),
+        (b"HGET", partition_keys(NAME)[0], b"run"),
+        append(WITH_ID, (b"b", "2"), run="run2"),
+        tip_command(NAME),
+    ],
     "a durable server may restart": [append(PLAIN, (b"a", ""), run=""), append(PLAIN, (b"b", ""), run="")],
     "too many records are refused together": [
         append(SMALL, (b"a", ""), (b"b", "")),
@@ -108,7 +130,11 @@ def model(commands: Sequence[Command]) -> list[Any]:
     world.now = 1000.0
     server = RedisServer(world, "log", "redis://log")
     words = [[word if isinstance(word, bytes) else str(word).encode() for word in command] for command in commands]
-    return [server.execute("test", *each) for each in words]
+    replies: list[Any] = []
+    for each in words:
+        replies.append(server.execute("test", *each))
+        world.now += 0.01
+    return replies
 
 
 def real(server: EmbeddedRedis, commands: Sequence[Command]) -> list[Any]:
@@ -122,8 +148,8 @@ def test_redis_and_its_model_reply_alike(story: str, server: EmbeddedRedis) -> N
 
 
 def _relative(replies: Sequence[Any]) -> list[Any]:
-    """Return replies with offsets by their rank: real ones begin at the time."""
-    offsets: set[int] = set()
+    """Return replies whose offsets are counted from the first one, by run: real ones begin at the time."""
+    runs: list[tuple[int, int]] = []
 
     def plain(value: Any) -> Any:
         if isinstance(value, ErrorReply):
@@ -135,15 +161,14 @@ def _relative(replies: Sequence[Any]) -> list[Any]:
         number = int(value) if isinstance(value, bytes) and value.isdigit() else value
         if not isinstance(number, int) or number < 1 << OFFSET_BITS:
             return value
-        offsets.add(number)
-        return ("offset", number)
+        for index, (first, last) in enumerate(runs):
+            if first <= number <= last + 1:
+                runs[index] = (first, max(last, number))
+                return index, number - first
+        runs.append((number, number))
+        return len(runs) - 1, 0
 
-    def ranked(value: Any) -> Any:
-        if isinstance(value, list):
-            return [ranked(each) for each in value]
-        return sorted(offsets).index(value[1]) if isinstance(value, tuple) else value
-
-    return [ranked(each) for each in [plain(reply) for reply in replies]]
+    return [plain(reply) for reply in replies]
 
 
 def test_what_the_replies_mean(server: EmbeddedRedis) -> None:
@@ -185,6 +210,29 @@ def test_a_restart_of_a_server_that_may_lose_records_is_counted(server: Embedded
     )
     assert parse_appended_records(second)[0] > parse_appended_records(first)[0]
     assert parse_tip(tip)[1] == 1
+
+
+def test_runs_tell_which_offsets_were_given(server: EmbeddedRedis) -> None:
+    first, second, reply = real(
+        server,
+        [append(PLAIN, (b"a", ""), (b"b", "")), append(PLAIN, (b"c", ""), run="run2"), state_command(NAME)],
+    )
+    offsets = parse_appended_records(first) + parse_appended_records(second)
+    state = parse_state(reply)
+    assert [each for begin, end in state.given(0, 2**53) for each in range(begin, end + 1)] == offsets
+    assert (state.offset, state.restarts, len(state.runs)) == (offsets[-1], 1, 2)
+    hash_ = partition_keys(NAME)[0]
+    old = b"".join(b"%d-%d " % (number, number) for number in range(10**6, 10**6 + 300))
+    commands = [
+        (b"HSET", hash_, b"run", b"run1", b"offset", b"5000000", b"runs", old),
+        append(PLAIN, (b"a", ""), run="run2"),
+        state_command(NAME),
+    ]
+    for *_, reply in (real(server, commands), model(commands)):
+        kept = parse_state(reply)
+        assert kept.runs[-1][0] == 5_000_000
+        assert kept.runs[-2] == (1_000_299, 1_000_299)
+        assert RUNS_BYTES_MAX - 16 <= sum(len(f"{last}-{begin} ") for last, begin in kept.runs) <= RUNS_BYTES_MAX
 
 
 def test_a_partition_that_is_full_refuses_all_of_a_command_until_it_is_trimmed(server: EmbeddedRedis) -> None:

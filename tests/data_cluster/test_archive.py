@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import Record
-from dynamoth_analytics.cluster.archive import Archiver, archived, compact
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, to_batch
+from dynamoth.data.records import Record, append_records_command, partition_keys, trim_command
+from dynamoth_analytics.cluster import archive
+from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
+from dynamoth_analytics.cluster.archive_files import Hole, archived, file_name
+from dynamoth_analytics.cluster.batches import to_batch, write_file
+from dynamoth_analytics.cluster.merging import compact
+from dynamoth_analytics.cluster.paging import next_count, pages
+from dynamoth_analytics.cluster.reading import RecordsLost, read_range, read_state
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.files import arrow, parquet
 from tests.data_cluster.world import World, reports
 
 
-def write(folder: Path, dataset: Dataset, day: str, first: int, last: int) -> Path:
+def write(folder: Path, dataset: Dataset, day: str, first: int, last: int, before: int | None = None) -> Path:
     records = [Record(offset, 0, b'{"id":"%d","type":"a","size":1}' % offset) for offset in range(first, last + 1)]
-    path = folder / dataset.name / f"date={day}" / f"0-{first:016d}-{last:016d}.parquet"
+    before = first - 1 if before is None else before
+    path = folder / dataset.name / f"date={day}" / file_name(0, before, first, last)
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(arrow.Table.from_batches([to_batch(dataset, 0, records)]), path)
     return path
@@ -32,7 +42,12 @@ def _is_full(archiver: Archiver) -> bool:
 
 
 def offsets(folder: Path, dataset: Dataset, after: int, until: int) -> list[int]:
-    return [offset for batch in archived(folder, dataset, 0, after, until) for offset in batch["_offset"].to_pylist()]
+    return [each for found in archived(folder, dataset, 0, after, until) for each in _offsets_in(found)]
+
+
+def _offsets_in(found: Any) -> list[int]:
+    assert not isinstance(found, Hole)
+    return list(found["_offset"].to_pylist())
 
 
 def read(world: World, dataset: Dataset, folder: Path | None, **options: Any) -> list[str]:
@@ -47,7 +62,8 @@ def test_only_the_days_that_are_needed_are_listed(
     dataset = world.set_dataset(partitions=1)
     for number in range(3000):  # ten records each, 300 files a day; only names matter, but for those that are read
         day = f"2026-01-{number // 300 + 1:02d}"
-        path = tmp_path / "reports" / f"date={day}" / f"0-{number * 10 + 1:016d}-{number * 10 + 10:016d}.parquet"
+        name = file_name(0, number * 10, number * 10 + 1, number * 10 + 10)
+        path = tmp_path / "reports" / f"date={day}" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     write(tmp_path, dataset, "2026-01-10", 29_991, 30_000)
@@ -60,7 +76,7 @@ def test_only_the_days_that_are_needed_are_listed(
         listed.append(day)
         return listdir(day)
 
-    monkeypatch.setattr("dynamoth_analytics.cluster.archive.os.listdir", counting)
+    monkeypatch.setattr("dynamoth_analytics.cluster.archive_files.os.listdir", counting)
     for _ in range(2):
         assert offsets(tmp_path, dataset, 29_995, 40_000) == list(range(29_996, 30_001))
     assert [day.name for day in listed] == ["date=2026-01-10"]
@@ -71,7 +87,7 @@ def test_merged_files_and_their_parts_give_each_record_once(world: World, tmp_pa
     parts = [write(tmp_path, dataset, "2026-01-01", first, first + 4) for first in range(1, 51, 5)]
     kept = parts[3].read_bytes()
     assert compact(parts[0].parent) == 10
-    assert [path.name for path in parts[0].parent.iterdir()] == [f"0-{1:016d}-{50:016d}.parquet"]
+    assert [path.name for path in parts[0].parent.iterdir()] == [file_name(0, 0, 1, 50)]
     parts[3].write_bytes(kept)  # as if the process had died before it deleted this part
     assert offsets(tmp_path, dataset, 7, 44) == list(range(8, 45))
     assert compact(parts[0].parent) == 1
@@ -82,9 +98,9 @@ def test_a_reader_goes_on_when_its_files_are_merged_meanwhile(world: World, tmp_
     dataset = world.set_dataset(partitions=1)
     parts = [write(tmp_path, dataset, "2026-01-01", first, first + 4) for first in range(1, 31, 5)]
     reader = archived(tmp_path, dataset, 0, 0, 30)
-    found = next(reader)["_offset"].to_pylist()
+    found = _offsets_in(next(reader))
     compact(parts[0].parent)
-    found += [offset for batch in reader for offset in batch["_offset"].to_pylist()]
+    found += [offset for batch in reader for offset in _offsets_in(batch)]
     assert found == list(range(1, 31))
 
 
@@ -100,7 +116,7 @@ def test_a_full_disk_leaves_records_at_redis_and_says_so_once(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dynamoth_analytics.cluster.archive.parquet.write_table", full)
+        patch.setattr("dynamoth_analytics.cluster.batches.parquet.ParquetWriter", full)
         assert [archiver.archive(world.servers.catalog()) for _ in range(2)] == [0, 0]
     assert _is_full(archiver)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -129,3 +145,288 @@ def test_trimmed_records_without_an_archive_are_an_error(world: World, tmp_path:
         read(world, dataset, tmp_path / "other")
     assert read(world, dataset, None, fail_on_loss=False) == ["3"]
     assert read(world, dataset, tmp_path) == ["1", "2", "3"]
+
+
+def store(world: World, dataset: Dataset, count: int, value: bytes = b'{"id":"x","type":"a","size":1}') -> list[str]:
+    """Store records in partition 0, as a writer does; return the refusals."""
+    server, refusals = world.servers.server_of("reports/0"), list[str]()
+    for begin in range(0, count, 500):
+        part = [(value, "")] * min(500, count - begin)
+        try:
+            world.servers.run(server, append_records_command(dataset, 0, part, world.servers.run_id(server)))
+        except LogServerFailed as error:
+            refusals.append(str(error))
+    return refusals
+
+
+def length(world: World) -> int:
+    return int(world.servers.run(world.servers.server_of("reports/0"), (b"XLEN", partition_keys("reports/0")[1])))
+
+
+def tip(world: World, name: str = "reports/0") -> int:
+    return read_state(world.servers, name).offset
+
+
+def restart(world: World, keep: int | None = None, name: str = "reports/0") -> None:
+    """Have a server restart: it has the first records of a partition that it had, or all of them."""
+    server, (hash_, stream, _) = world.servers.server_of(name), partition_keys(name)
+    if keep is not None:
+        kept = world.servers.run(server, (b"XRANGE", stream, b"-", b"+", b"COUNT", keep))
+        again = [(b"XADD", stream, id_, *fields) for id_, fields in kept]
+        last = kept[-1][0].partition(b"-")[0]
+        world.servers.run_all(server, [(b"DEL", stream), *again, (b"HSET", hash_, b"offset", last)])
+    world.servers.run(server, (b"HSET", hash_, b"run", b"another"))
+
+
+def ids_between(world: World, dataset: Dataset, after: int, until: int, folder: Path | None) -> list[str]:
+    batches = read_range(world.servers, dataset, 0, after, until, folder)
+    return [id_ for batch in batches for id_ in batch["id"].to_pylist()]
+
+
+# Bounds.
+
+
+def test_a_partition_with_a_small_bound_is_trimmed_to_half_of_it(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=1, waiting_max=1000)
+    assert store(world, dataset, 1000) == []
+    assert "FULL" in store(world, dataset, 1)[0]
+    archiver = Archiver(world.servers, tmp_path)
+    assert archiver.archive(world.servers.catalog()) == 1000
+    assert length(world) == 500
+    assert store(world, dataset, 500) == []
+
+
+def test_trimming_takes_steps_and_never_takes_what_is_not_archived(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "TRIM_RECORDS_MAX", 7)
+    dataset = world.set_dataset(partitions=1)
+    store(world, dataset, 20)
+    restart(world)
+    store(world, dataset, 20)
+    archiver = Archiver(world.servers, tmp_path, hot_records=5)
+
+    def write_and_append(*arguments: Any) -> None:
+        write_file(*arguments)
+        store(world, dataset, 30)
+
+    def one_page(*arguments: Any) -> Iterator[list[Record]]:
+        return islice(pages(*arguments), 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(archive, "write_file", write_and_append)
+        patch.setattr(archive, "FILE_RECORDS_MAX", 1)
+        patch.setattr("dynamoth_analytics.cluster.paging.PAGE_RECORDS_MAX", 40)
+        patch.setattr(archive, "pages", one_page)
+        assert archiver.archive(world.servers.catalog()) == 40
+    assert length(world) == 30
+    assert archiver.archive(world.servers.catalog()) == 30
+    assert length(world) == 5
+    assert len(ids_between(world, dataset, 0, tip(world), tmp_path)) == 70
+
+
+def test_pages_files_and_row_groups_are_bounded_by_bytes(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = world.set_dataset(partitions=1, record_bytes_max=65_536)
+    store(world, dataset, 300)
+    store(world, dataset, 100, json.dumps({"id": "y" * 60_000, "type": "a", "size": 1}).encode())
+    store(world, dataset, 300)
+    monkeypatch.setattr("dynamoth_analytics.cluster.paging.PAGE_BYTES", 2**20)
+    monkeypatch.setattr(archive, "FILE_BYTES_MAX", 2**21)
+    monkeypatch.setattr("dynamoth_analytics.cluster.batches.ROW_GROUP_BYTES", 2**20)
+    sizes = [sum(len(each.value) for each in page) for page in pages(world.servers, dataset, 0, 0, 2**53)]
+    assert max(sizes) <= 2**20
+    Archiver(world.servers, tmp_path, hot_records=100).archive(world.servers.catalog())
+    (day,) = (tmp_path / "reports").iterdir()
+    files = [*day.iterdir()]
+    assert len(files) >= 3
+    assert max(_bytes_of(file) for file in files) <= 2**21 + 2**20
+    compact(day)
+    (merged,) = day.iterdir()
+    with parquet.ParquetFile(merged) as file:
+        groups = [file.read_row_group(number).nbytes for number in range(file.num_row_groups)]
+    assert len(groups) >= 6
+    assert max(groups) <= 2**20
+    assert len(ids_between(world, dataset, 0, tip(world), tmp_path)) == 700
+
+
+def _bytes_of(file: Path) -> int:
+    return int(parquet.read_table(file, partitioning=None).nbytes)
+
+
+def test_a_page_follows_the_largest_record_of_the_page_before() -> None:
+    def page(size: int) -> list[Record]:
+        return [Record(1, 0, b"x"), Record(2, 0, b"x" * size)]
+
+    assert next_count(page(10), 64, 1000) == 128
+    assert next_count(page(10), 900, 1000) == 1000
+    assert next_count(page(2**20), 500, 1000) == 64
+    assert next_count(page(2**30), 500, 1000) == 1
+
+
+# One fault does not hold up the rest.
+
+
+def test_a_malformed_record_holds_up_only_its_partition(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=4)
+    server = world.servers.server_of("reports/1")
+    world.servers.run(server, (b"XADD", partition_keys("reports/1")[1], b"5-0", b"t", b"1", b"d", b"no JSON"))
+    world.append(dataset, *reports("a", *"12345678"))
+    archiver = Archiver(world.servers, tmp_path, hot_records=1)
+    for _ in range(2):
+        with pytest.raises(ArchivingFailed, match="partition reports/1 is not archived"):
+            archiver.archive(world.servers.catalog())
+    assert archiver.records == 6
+    assert {file.name[0] for file in tmp_path.rglob("*.parquet")} == {"0", "2", "3"}
+
+
+def test_a_server_that_is_down_holds_up_only_its_partitions(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = world.set_dataset(partitions=8)
+    world.append(dataset, *reports("a", *"12345678"))
+    catalog, servers = world.servers.catalog(), world.servers
+    own = {number for number in range(8) if servers.server_of(f"reports/{number}") == "l1"}
+    assert 0 < len(own) < 8
+    down = LogServers((("l1", "redis://127.0.0.1:1"), *servers.urls[1:]))
+    tried: list[str] = []
+    run = LogServers.run
+
+    def counting(self: LogServers, server: str, command: Any) -> Any:
+        tried.append(server)
+        return run(self, server, command)
+
+    monkeypatch.setattr(LogServers, "run", counting)
+    archiver = Archiver(down, tmp_path)
+    with pytest.raises(ArchivingFailed, match="log server l1"):
+        archiver.archive(catalog)
+    assert archiver.records == 8 - len(own)
+    assert tried.count("l1") == 1, "each attempt takes a timeout"
+
+
+def test_a_damaged_file_does_not_hold_up_the_merging_of_others(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=1)
+    write(tmp_path, dataset, "2026-01-01", 1, 5).write_bytes(b"damaged")
+    for first in (6, 11):
+        write(tmp_path, dataset, "2026-01-02", first, first + 4)
+    archiver = Archiver(world.servers, tmp_path)
+    with pytest.raises(ArchivingFailed, match="date=2026-01-01"):
+        archiver.archive(world.servers.catalog())
+    archiver.archive(world.servers.catalog())
+    assert [file.name for file in (tmp_path / "reports" / "date=2026-01-02").iterdir()] == [file_name(0, 5, 6, 15)]
+
+
+# What was lost, and what was not.
+
+
+def test_a_restart_without_losses_is_none(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=1)
+    for id_ in "123":
+        world.append(dataset, *reports("a", id_))
+        restart(world)
+    end = tip(world)
+    assert ids_between(world, dataset, 0, end, None) == list("123")
+    Archiver(world.servers, tmp_path, hot_records=1).archive(world.servers.catalog())
+    world.append(dataset, *reports("a", "4"))
+    assert ids_between(world, dataset, 0, tip(world), tmp_path) == list("1234")
+    assert ids_between(world, dataset, 0, end, tmp_path) == list("123")
+
+
+def test_a_window_that_a_server_has_lost_is_an_error_before_and_after_new_records(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("a", *"12345"))
+    seen = tip(world)
+    restart(world, keep=3)
+    text = f"reports/0 from offset {seen - 1} to {seen} are no longer at Redis"
+    for _ in range(2):
+        with pytest.raises(RecordsLost, match=text):
+            ids_between(world, dataset, seen - 4, seen, tmp_path)
+        world.append(dataset, *reports("a", "6"))
+    assert ids_between(world, dataset, 0, tip(world), tmp_path) == list("1236"), "nobody can tell what was in between"
+    assert ids_between(world, dataset, 0, seen - 2, tmp_path) == list("123")
+
+
+def test_a_window_is_an_error_when_a_server_has_lost_everything(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("a", *"12"))
+    Archiver(world.servers, tmp_path).archive(world.servers.catalog())
+    archived_until = tip(world)
+    world.append(dataset, *reports("a", "3"))
+    seen = tip(world)
+    world.servers.run(world.servers.server_of("reports/0"), (b"DEL", *partition_keys("reports/0")))
+    for _ in range(2):
+        with pytest.raises(RecordsLost, match=f"from offset {seen} to {seen}"):
+            ids_between(world, dataset, 0, seen, tmp_path)
+        assert ids_between(world, dataset, 0, archived_until, tmp_path) == list("12")
+        world.append(dataset, *reports("a", "4"))
+    assert ids_between(world, dataset, 0, tip(world), tmp_path) == list("124")
+
+
+def test_records_that_only_the_archive_has_are_read_between_those_at_redis(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("a", *"12345"))
+    Archiver(world.servers, tmp_path).archive(world.servers.catalog())
+    restart(world, keep=3)
+    world.append(dataset, *reports("a", *"67"))
+    for _ in range(2):
+        assert ids_between(world, dataset, 0, tip(world), tmp_path) == list("1234567")
+        Archiver(world.servers, tmp_path, hot_records=1).archive(world.servers.catalog())
+
+
+def test_what_was_trimmed_before_a_restart_is_missed(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("a", *"123"))
+    last = tip(world)
+    Archiver(world.servers, tmp_path / "one", hot_records=0).archive(world.servers.catalog())
+    restart(world)
+    world.append(dataset, *reports("a", "4"))
+    for folder in (None, tmp_path / "other"):
+        with pytest.raises(RecordsLost, match=f"to {last} are no longer"):
+            ids_between(world, dataset, 0, tip(world), folder)
+    assert ids_between(world, dataset, 0, tip(world), tmp_path / "one") == list("1234")
+    # Another archive that begins now remembers that it does not have them, also when the server forgets.
+    caplog.set_level(logging.ERROR)
+    Archiver(world.servers, tmp_path / "other").archive(world.servers.catalog())
+    assert "were lost before they were archived" in caplog.text
+    server, (hash_, _, _) = world.servers.server_of("reports/0"), partition_keys("reports/0")
+    world.servers.run(server, (b"HDEL", hash_, b"runs"))
+    world.servers.run(server, trim_command("reports/0", tip(world)))
+    with pytest.raises(RecordsLost, match=f"from offset 1 to {last}"):
+        ids_between(world, dataset, 0, tip(world), tmp_path / "other")
+    assert ids_between(world, dataset, last, tip(world), tmp_path / "other") == ["4"]
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_a_file_that_is_missing_is_noticed(world: World, tmp_path: Path, missing: int) -> None:
+    dataset = world.set_dataset(partitions=1)
+    parts = [
+        write(tmp_path, dataset, "2026-01-01", 1, 5),
+        write(tmp_path, dataset, "2026-01-01", 6, 10),
+        write(tmp_path, dataset, "2026-01-02", 1001, 1005, before=10),  # a restart in between
+        write(tmp_path, dataset, "2026-01-02", 1006, 1010),
+        write(tmp_path, dataset, "2026-01-02", 1011, 1015),
+    ]
+    assert ids_between(world, dataset, 0, 1015, tmp_path) == [str(each) for each in (*range(1, 11), *range(1001, 1016))]
+    parts[missing].unlink()
+    for folder in {each.parent for each in parts}:
+        compact(folder)
+    hole = [(0, 0), (6, 10), (11, 1005), (1006, 1010)][missing]
+    for after in (0, hole[0]):
+        with pytest.raises(RecordsLost, match=f"reports/0 from offset {max(hole[0], after + 1)} to {hole[1]}"):
+            ids_between(world, dataset, after, 1015, tmp_path)
+    assert ids_between(world, dataset, hole[1], 1015, tmp_path)[-1] == "1015"
+    assert ids_between(world, dataset, 0, hole[0] - 1, tmp_path)[-1] == str(hole[0] - 1)
+
+
+def test_overlapping_files_of_two_data_clusters_give_each_record_once(world: World, tmp_path: Path) -> None:
+    dataset = world.set_dataset(partitions=1)
+    write(tmp_path, dataset, "2026-01-01", 1, 10)
+    write(tmp_path, dataset, "2026-01-01", 5, 15)
+    path = write(tmp_path, dataset, "2026-01-01", 11, 20)
+    for _ in range(2):
+        assert offsets(tmp_path, dataset, 0, 20) == list(range(1, 21))
+        compact(path.parent)
+    assert len([*path.parent.iterdir()]) == 1

@@ -17,7 +17,7 @@ from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import QueryRunner
-from tests.data_cluster.world import World, reports, until
+from tests.data_cluster.world import World, reports, stream_session, until
 
 
 @contextmanager
@@ -32,8 +32,7 @@ def running(*runners: QueryRunner) -> Generator[None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams look for ticks often, and failures are tried again soon."""
-    monkeypatch.setattr(executions, "TRIGGER", "100 milliseconds")
+    """Failures are tried again soon."""
     monkeypatch.setattr(executions, "RETRY_S", 0.1)
     monkeypatch.setattr(executions, "RETRY_S_MAX", 0.5)
 
@@ -74,12 +73,12 @@ def test_who_is_registered_before_a_window_is_sealed_is_part_of_it(driver: Spark
     world.append(dataset, *reports("fire", "a"))
     context = world.context(driver)
     runner = world.runner(context, query, dataset)
-    records = driver.read.format("dynamoth").options(**context.source_options()).option("dataset", "reports").load()
     runner.table.refresh()
-    registered_ms = driver.read.parquet(str(runner.table.file())).collect()[0]["_registered"]
+    registered_ms = driver.read.parquet(str(runner.table.file(2**52)[0])).collect()[0]["_registered"]
     for execution, sealed_ms in enumerate((registered_ms - 1, registered_ms), 1):
-        end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": {}}
-        runner._run(records, execution, Window({}, end))  # pyright: ignore[reportPrivateUsage]
+        tips = world.servers.tips({"reports": 2})
+        end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": tips}
+        runner._run(stream_session(driver), execution, Window({"offsets": {}}, end))  # pyright: ignore[reportPrivateUsage]
     assert [payload["execution"] for payload in world.log(interest)] == [2]
 
 

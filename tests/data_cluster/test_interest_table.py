@@ -20,6 +20,7 @@ from tests.data_cluster.world import World
 
 PARAMETERS: dict[str, Any] = {"type": "string", "size": "int", "radius": "float", "open": "bool"}
 SQL = "SELECT r.id FROM reports r WHERE r.type = :type AND r.size = :size AND r.size < :radius AND :open"
+LATER_MS = 2**52
 VALUES = {"type": "fire", "size": 1.0, "radius": 5, "open": True}
 
 
@@ -29,7 +30,7 @@ def table_of(world: World, query: StandingQuery) -> InterestTable:
 
 def rows(table: InterestTable) -> dict[str, dict[str, Any]]:
     table.refresh()
-    return {row.pop("_interest"): row for row in parquet.read_table(table.file()).to_pylist()}
+    return {row.pop("_interest"): row for row in parquet.read_table(table.file(LATER_MS)[0]).to_pylist()}
 
 
 def test_interests_are_rows_with_typed_parameters(world: World) -> None:
@@ -58,10 +59,10 @@ def test_a_file_is_written_when_something_has_changed(world: World) -> None:
     table = table_of(world, world.set_query())
     world.register("of_type", {"type": "fire"})
     rows(table)
-    first = table.file()
+    first, _ = table.file(LATER_MS)
     world.register("of_type", {"type": "fire"})  # renewed
     table.refresh()
-    assert table.file() == first
+    assert table.file(LATER_MS) == (first, 1)
     second = world.register("of_type", {"type": "flood"})
     assert second in rows(table)
     assert first.exists(), "an execution that runs may read it"
@@ -131,7 +132,7 @@ def test_a_hundred_thousand_interests(world: World) -> None:
     world.register("of_type", {"type": "one more"})
     began = time.process_time()
     table.refresh()
-    table.file()
+    table.file(LATER_MS)
     assert time.process_time() - began < 2.0, "one change is cheap"
 
 
@@ -142,3 +143,13 @@ def test_files_of_a_process_before_are_removed(world: World) -> None:
     (folder / "7.parquet").write_bytes(b"torn")
     assert rows(table_of(world, query)) == {}
     assert [each.name for each in folder.iterdir()] == ["1.parquet"]
+
+
+def test_a_file_has_the_interests_that_were_registered_until_then(world: World) -> None:
+    table = table_of(world, world.set_query())
+    first = world.register("of_type", {"type": "fire"})
+    registered_ms = rows(table)[first]["_registered"]
+    assert table.file(registered_ms - 1)[1] == 0
+    file, count = table.file(registered_ms)
+    assert [each["_interest"] for each in parquet.read_table(file).to_pylist()] == [first]
+    assert count == 1

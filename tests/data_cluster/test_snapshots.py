@@ -4,31 +4,146 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from dynamoth.data.datasets import Dataset
+from dynamoth.data.records import PartitionState, partition_keys
+from dynamoth_analytics.cluster import snapshots
+from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from tests.data_cluster.world import World
 
+NAME = "reports/0"
+
+
+@pytest.fixture
+def dataset(world: World) -> Dataset:
+    return world.set_dataset(kind="keyed", key="id", id="", partitions=1)
+
+
+def put(world: World, dataset: Dataset, keys: str, size: int) -> int:
+    """Store a record of each key; return the last offset."""
+    for key in keys:
+        world.append(dataset, {"id": key, "type": "t", "size": size})
+    return state(world).offset
+
+
+def state(world: World) -> PartitionState:
+    return world.servers.states({"reports": 1})[NAME]
+
+
+def read(driver: SparkSession, found: KeyedSnapshots, dataset: Dataset, offset: int) -> dict[str, int]:
+    return {row["id"]: row["size"] for row in found.at(driver, dataset, {NAME: offset}).collect()}
+
+
+def offsets(found: KeyedSnapshots, dataset: Dataset) -> list[int]:
+    return [each.offsets[NAME] for each in found.bases(dataset)]
+
 
 def test_a_snapshot_has_the_latest_of_each_key_before_and_after_renewals(
-    driver: SparkSession, world: World, tmp_path: Path
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = world.set_dataset(kind="keyed", key="id", id="", partitions=1)
-    snapshots = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    monkeypatch.setattr(snapshots, "RENEW_RECORDS_MIN", 1)
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
     latest: dict[str, int] = {}
-    expected = []
+    expected: list[tuple[int, dict[str, int]]] = []
     for turn in range(3):
-        for key in "abc"[: turn + 1]:
-            latest[key] = turn
-            world.append(dataset, {"id": key, "type": "t", "size": turn})
-        expected.append((world.servers.tips({"reports": 1}), dict(latest)))
+        keys = "abc"[: turn + 1]
+        latest |= dict.fromkeys(keys, turn)
+        expected.append((put(world, dataset, keys, turn), dict(latest)))
+    assert [read(driver, found, dataset, offset) for offset, _ in expected] == [sizes for _, sizes in expected]
+    for offset, _ in expected[:2]:
+        found.renew(driver, dataset, {NAME: replace(state(world), offset=offset)})
+    assert offsets(found, dataset) == [expected[1][0], expected[0][0]]
+    assert [each.keys for each in found.bases(dataset)] == [2, 1]
+    assert [read(driver, found, dataset, offset) for offset, _ in expected] == [sizes for _, sizes in expected]
 
-    def at(offsets: dict[str, int]) -> dict[str, int]:
-        return {row["id"]: row["size"] for row in snapshots.at(driver, dataset, offsets).collect()}
 
-    assert [at(offsets) for offsets, _ in expected] == [sizes for _, sizes in expected]
-    for offsets, _ in expected[:2]:
-        snapshots.renew(driver, dataset, offsets)
-    assert [at(offsets) for offsets, _ in expected] == [sizes for _, sizes in expected]
+def test_a_base_is_renewed_when_many_records_are_behind_it_or_when_it_is_old(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "RENEW_RECORDS_MIN", 3)
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+
+    def renew() -> list[int]:
+        found.renew(driver, dataset, {NAME: state(world)})
+        return offsets(found, dataset)
+
+    assert renew() == []
+    first = put(world, dataset, "abcdefghijklmnopqrst", 1)
+    assert renew() == [first]
+    put(world, dataset, "abcd", 2)
+    assert renew() == [first], "that is less than a quarter of 20 keys"
+    second = put(world, dataset, "a", 3)
+    assert renew() == [second, first]
+    hash_ = partition_keys(NAME)[0]
+    world.servers.run(world.servers.server_of(NAME), (b"HSET", hash_, b"run", b"another"))
+    third = put(world, dataset, "a", 4)
+    assert third > second + 5
+    assert renew() == [second, first], "a jump of offsets is no number of records"
+    os.utime(found.bases(dataset)[0].folder / "base.json", (1, 1))
+    assert renew() == [third, second, first]
+    os.utime(found.bases(dataset)[0].folder / "base.json", (1, 1))
+    assert renew() == [third, second, first], "nothing is behind it"
+
+
+def test_the_bases_that_executions_need_are_kept(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "RENEW_RECORDS_MIN", 1)
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    ends: list[int] = []
+
+    def renew(*needed: int) -> list[int]:
+        ends.append(put(world, dataset, "a", len(ends)))
+        found.renew(driver, dataset, {NAME: state(world)}, [{NAME: each} for each in needed])
+        return [ends.index(each) for each in offsets(found, dataset)]
+
+    assert [renew() for _ in range(2)][-1] == [1, 0]
+    middle = put(world, dataset, "a", 99)  # the window of an execution that fails ends here
+    assert [renew(middle) for _ in range(4)][-1] == [5, 4, 3, 1]
+    assert read(driver, found, dataset, middle) == {"a": 99}
+    assert renew() == [6, 5, 4]
+    assert len([*(tmp_path / "reports").iterdir()]) == 3
+
+
+def test_what_was_lost_is_an_error_until_an_operator_goes_on(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path
+) -> None:
+    options = {"logs": world.logs, "archive": str(tmp_path / "archive")}
+    found = KeyedSnapshots(tmp_path / "snapshots", options)
+    found.renew(driver, dataset, {NAME: state(world)})
+    put(world, dataset, "ab", 1)
+    Archiver(world.servers, tmp_path / "archive", hot_records=0).archive(world.servers.catalog())
+    put(world, dataset, "bc", 2)
+    Archiver(world.servers, tmp_path / "archive", hot_records=0).archive(world.servers.catalog())
+    end = put(world, dataset, "d", 3)
+    max((tmp_path / "archive").rglob("0-*.parquet")).unlink()
+    with pytest.raises(PySparkException, match="no longer at Redis"):
+        read(driver, found, dataset, end)
+    with pytest.raises(PySparkException, match="no longer at Redis"):
+        found.renew(driver, dataset, {NAME: state(world)})
+    found.pass_over_losses(driver, dataset, {NAME: end})
+    last = put(world, dataset, "a", 4)
+    assert read(driver, found, dataset, last) == {"a": 4, "b": 1, "d": 3}
+    found.renew(driver, dataset, {NAME: state(world)})
+
+
+def test_a_base_never_goes_back(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has lost its last records has lower offsets than the base, which has these records."""
+    monkeypatch.setattr(snapshots, "RENEW_RECORDS_MIN", 1)
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    end = put(world, dataset, "abc", 1)
+    found.renew(driver, dataset, {NAME: state(world)})
+    found.renew(driver, dataset, {NAME: PartitionState(end - 2, 1, state(world).runs)})
+    found.pass_over_losses(driver, dataset, {NAME: end - 2})
+    assert offsets(found, dataset) == [end, end]
+    assert read(driver, found, dataset, end) == dict.fromkeys("abc", 1)

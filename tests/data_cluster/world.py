@@ -25,13 +25,14 @@ from dynamoth.data.executions import (
     status_key,
 )
 from dynamoth.data.queries import StandingQuery, read_query
-from dynamoth.data.records import append_records_command, partition_name
+from dynamoth.data.records import append_records_command, finish_load_command, partition_keys, partition_name
 from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import log_keys, log_server
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
 from dynamoth_analytics.cluster.publishing import close_publishers
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
+from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.urls import ClusterAddress, parse_server_url
@@ -113,6 +114,11 @@ class World:
     def load(self, dataset: Dataset, *records: Mapping[str, Any]) -> None:
         """Store the records of a load of a static dataset."""
         self.append(dataset, *records)
+        for number in range(dataset.partitions):
+            name = partition_name(dataset.stream, number)
+            server = self.servers.server_of(name)
+            size = self.servers.run(server, (b"XLEN", partition_keys(name)[1]))
+            self.servers.run(server, finish_load_command(name, size))
 
     def register(self, query: str, params: Mapping[str, Any], keep_s: float = 3600.0) -> str:
         """Register an interest as a broker does; return its id."""
@@ -158,10 +164,19 @@ class World:
         options = {"logs": self.logs, "archive": str(self.folder / "archive")}
         folder = folder or self.folder
         snapshots = KeyedSnapshots(folder / "snapshots", options)
-        return ClusterContext(driver, self.servers, self.logs, self.cluster_url, folder, term, 3600.0, snapshots)
+        small_windows = SmallWindows(self.servers, folder, snapshots)
+        return ClusterContext(
+            driver, self.servers, self.logs, self.cluster_url, folder, term, 3600.0, snapshots, small_windows
+        )
 
     def runner(self, context: ClusterContext, query: StandingQuery, *datasets: Dataset) -> QueryRunner:
         return QueryRunner(context, query, {each.name: each for each in datasets}, 0.0)
+
+
+def stream_session(driver: SparkSession) -> SparkSession:
+    """Return a session such as a stream has: a copy, whose settings are its own."""
+    java: Any = driver._jsparkSession  # pyright: ignore[reportPrivateUsage]
+    return SparkSession(driver.sparkContext, java.cloneSession())
 
 
 def until(holds: Callable[[], Any], *runners: QueryRunner, timeout_s: float = TIMEOUT_S) -> None:

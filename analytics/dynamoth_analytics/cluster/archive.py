@@ -2,185 +2,53 @@
 
 Theory of operation
 -------------------
-A file has a range of offsets of one partition, which its name says. It is written under a hidden name, forced to disk
-and renamed: readers see all of it or nothing. Only then the stream is trimmed. A process that dies in between archives
-nothing twice, as the last file says where to go on.
+A file has a range of offsets of one partition, which its name says (``archive_files``). It appears as a whole or not at
+all, and is on disk then. Only then the stream is trimmed. A process that dies in between archives nothing twice, as the
+last file says where to go on. A partition that cannot be archived does not hold up the others.
 
-The small files of past days are merged: the merged file is there before its parts are deleted. Whoever meets both
-reads each record once, as the ranges in the names show what was read already.
+The small files of past days are merged (``merging``), and old days are deleted if so configured.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
-import time
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import redis.exceptions
+
 from dynamoth.data.catalog import Catalog
-from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import parse_records, partition_keys, partition_name, range_command, trim_command
-from dynamoth_analytics.cluster.servers import LogServers
-from dynamoth_analytics.files import arrow, parquet
+from dynamoth.data.datasets import Dataset, dead_letters
+from dynamoth.data.records import Record, partition_keys, partition_name, trim_command
+from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
+from dynamoth_analytics.cluster.batches import OFFSET, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.merging import compact
+from dynamoth_analytics.cluster.paging import pages
+from dynamoth_analytics.cluster.reading import read_state
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.files import arrow
 
 FILE_RECORDS_MAX = 50_000
+FILE_BYTES_MAX = 64 * 2**20
+"""A file ends when it has so many records, or bytes of JSON: they are in memory until it is written."""
 
+TRIM_RECORDS_MAX = 10_000
+"""Records that one command removes: a log server executes nothing else meanwhile."""
 
-MERGED_RECORDS_MAX = 500_000
-"""Records of a merged file. Merging holds one of its parts in memory at a time."""
-
-SETTLED_S = 2.0
-"""A folder that has changed within this time is listed again: its time of change may not show the next change."""
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 _log = logging.getLogger(__name__)
 
-_Ranges = list[tuple[int, int, Path]]
 
-_known: dict[Path, tuple[int, dict[int, _Ranges]]] = {}
-"""Of this process: what day folders held, and when they had changed last."""
+class ArchivingFailed(DynamothError):
+    """Raised when a part of the archive could not be written; everything else was."""
 
-
-def _day_files(day: Path) -> dict[int, _Ranges]:
-    """Return first and last offset, and path, of a day's files, in order, by partition."""
-    try:
-        changed_ns = day.stat().st_mtime_ns
-        known = _known.get(day)
-        if known is not None and known[0] == changed_ns:
-            return known[1]
-        names = os.listdir(day)
-    except FileNotFoundError:
-        return {}
-    found: dict[int, _Ranges] = {}
-    for name in names:
-        if name.endswith(".parquet") and not name.startswith("."):
-            partition, first, last = name.removesuffix(".parquet").split("-")
-            found.setdefault(int(partition), []).append((int(first), int(last), day / name))
-    for files in found.values():
-        files.sort(key=lambda each: (each[0], -each[1]))
-    if time.time_ns() - changed_ns > SETTLED_S * 1e9:
-        _known[day] = (changed_ns, found)
-    return found
-
-
-def _days(folder: Path, dataset: str) -> list[Path]:
-    """Return the day folders of a dataset, the newest first."""
-    return sorted((folder / dataset).glob("date=*"), reverse=True)
-
-
-def _ranges(folder: Path, dataset: str, partition: int, after: int, until: int) -> _Ranges:
-    """Return the files with offsets behind ``after`` and up to ``until``, in order; a merged file before its parts.
-
-    Offsets grow from day to day, so no day is listed that is older than ``after``.
-    """
-    found: _Ranges = []
-    for day in _days(folder, dataset):
-        files = _day_files(day).get(partition, [])
-        found += [each for each in files if each[1] > after and each[0] <= until]
-        if files and files[0][0] <= after + 1:
-            break
-    return sorted(found, key=lambda each: (each[0], -each[1]))
-
-
-def _last_archived(folder: Path, dataset: str, partition: int) -> int:
-    for day in _days(folder, dataset):
-        if files := _day_files(day).get(partition):
-            return max(last for _, last, _ in files)
-    return 0
-
-
-def archived_until(folder: Path | None, dataset: Dataset, partition: int, after: int, until: int) -> int:
-    """Return the last offset of the files that have records of this range; ``after`` where there is none."""
-    files = _ranges(folder, dataset.name, partition, after, until) if folder is not None else []
-    return max((last for _, last, _ in files), default=after)
-
-
-def archived(folder: Path | None, dataset: Dataset, partition: int, after: int, until: int) -> Iterator[Any]:
-    """Yield the archived records behind ``after`` and up to ``until``, as Arrow batches, each record once."""
-    from dynamoth_analytics.cluster.reading import OFFSET, record_schema
-
-    if folder is None:
-        return
-    schema, position = record_schema(dataset), after
-    files = _ranges(folder, dataset.name, partition, position, until)
-    while files:
-        _, last, file = files.pop(0)
-        if last <= position:
-            continue
-        try:
-            wanted = [(OFFSET, ">", position), (OFFSET, "<=", until)]
-            table = parquet.read_table(file, filters=wanted, partitioning=None)
-        except FileNotFoundError:  # it was merged meanwhile
-            _known.pop(file.parent, None)
-            files = _ranges(folder, dataset.name, partition, position, until)
-            if file in [each for _, _, each in files]:
-                raise
-            continue
-        for missing in set(schema.names) - set(table.schema.names):
-            table = table.append_column(missing, arrow.nulls(len(table), schema.field(missing).type))
-        yield from table.select(schema.names).cast(schema).to_batches()
-        position = last
-
-
-def compact(day: Path) -> int:
-    """Merge the files of a day folder; return how many were deleted. Call it for past days. Raises OSError.
-
-    Files are merged with their neighbours while they have the same columns and ``MERGED_RECORDS_MAX`` at most.
-    """
-    deleted = 0
-    for partition, files in _day_files(day).items():
-        group: list[Path] = []
-        end, size, schema = 0, 0, None
-        for _, last, file in files:
-            if last <= end:  # a merged file has it: a process died before it deleted this one
-                file.unlink()
-                deleted += 1
-                continue
-            end = last
-            metadata = parquet.read_metadata(file)
-            columns = metadata.schema.to_arrow_schema()
-            if group and (columns != schema or size + metadata.num_rows > MERGED_RECORDS_MAX):
-                deleted += _merge(day, partition, group)
-                group, size = [], 0
-            group.append(file)
-            size, schema = size + metadata.num_rows, columns
-        deleted += _merge(day, partition, group)
-    return deleted
-
-
-def _merge(day: Path, partition: int, parts: Sequence[Path]) -> int:
-    if len(parts) < 2:
-        return 0
-    name = f"{partition}-{parts[0].stem.split('-')[1]}-{parts[-1].stem.split('-')[2]}"
-    hidden = day / f".{name}.tmp"
-    try:
-        with hidden.open("wb") as file:
-            schema = parquet.read_schema(parts[0])
-            with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                for part in parts:
-                    writer.write_table(parquet.read_table(part, partitioning=None))
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.rename(day / f"{name}.parquet")
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-    _sync(day)
-    for part in parts:
-        part.unlink()
-    return len(parts)
-
-
-def _sync(folder: Path) -> None:
-    """Force the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    code = "archiving"
 
 
 class Archiver:
@@ -189,7 +57,7 @@ class Archiver:
     Args:
         servers: the log servers.
         folder: of the archive.
-        hot_records: of each partition so many records stay at Redis.
+        hot_records: records of each partition that stay at Redis, but at most half of the dataset's ``waiting_max``.
 
     """
 
@@ -199,7 +67,15 @@ class Archiver:
         self.hot_records = hot_records
         self._positions: dict[str, int] = {}
         self._compacted: set[Path] = set()
+        #: Day folders that are older are deleted, where nobody needs them; 0: none is.
+        self.keep_days = 0
+        #: Up to which offset nobody needs the archive of each partition, by its name.
+        self.unneeded: Mapping[str, int] = {}
         self._is_cleaned = False
+        #: Why parts have failed in this call.
+        self._failures: list[str] = []
+        #: Log servers that cannot be reached in this call.
+        self._unreachable: set[str] = set()
         self.records = 0
         #: Whether the disk was full at the last call: records stay at Redis.
         self.is_full = False
@@ -207,15 +83,18 @@ class Archiver:
     def archive(self, catalog: Catalog) -> int:
         """Archive what is new of all datasets; return how many records that were.
 
-        While the disk is full, records stay at Redis, and the next call tries again. Raises OSError, LogServerFailed.
+        While the disk is full, records stay at Redis, and the next call tries again. Raises ArchivingFailed when all
+        that can be done is done.
         """
         before = self.records
+        self._failures, self._unreachable = [], set()
         try:
             self._clean()
             self._archive(catalog)
             self._compact()
+            self._delete_old(catalog)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in _FULL_DISK:
                 raise
             if not self.is_full:
                 _log.error("the disk of the archive %s is full: records stay at Redis until it has room", self._folder)
@@ -224,6 +103,9 @@ class Archiver:
             if self.is_full:
                 _log.warning("the archive %s has room again", self._folder)
             self.is_full = False
+        if self._failures:
+            others = len(self._failures) - 1
+            raise ArchivingFailed(self._failures[0] + f" (and {others} more like this)" * (others > 0))
         return self.records - before
 
     def _clean(self) -> None:
@@ -231,6 +113,8 @@ class Archiver:
         if not self._is_cleaned:
             for file in self._folder.glob("*/date=*/.*.tmp"):
                 file.unlink(missing_ok=True)
+            for day in self._folder.glob("*/.date=*"):
+                shutil.rmtree(day)
             self._is_cleaned = True
 
     def _compact(self) -> None:
@@ -238,60 +122,130 @@ class Archiver:
         today = f"date={datetime.now(UTC):%Y-%m-%d}"
         for day in sorted(self._folder.glob("*/date=*")):
             if day.name < today and day not in self._compacted:
-                compact(day)
                 self._compacted.add(day)
+                try:
+                    compact(day)
+                except (OSError, arrow.ArrowException) as error:
+                    if isinstance(error, OSError) and error.errno in _FULL_DISK:
+                        self._compacted.discard(day)
+                        raise
+                    self._failures.append(f"the files of {day} are not merged: {error}")
                 return
 
+    def _delete_old(self, catalog: Catalog) -> None:
+        """Delete old days, the oldest first, up to one that somebody needs or that has the last file of a partition."""
+        if not self.keep_days:
+            return
+        first_kept = f"date={datetime.now(UTC) - timedelta(days=self.keep_days):%Y-%m-%d}"
+        for dataset in archived_datasets(catalog):
+            newest_first = days(self._folder, dataset.name)
+            while newest_first and newest_first[-1].name < first_kept:
+                day = newest_first.pop()
+                if not self._is_unneeded(dataset, day, newest_first):
+                    break
+                hidden = day.with_name(f".{day.name}")
+                day.rename(hidden)
+                forget(day)
+                shutil.rmtree(hidden)
+                _log.info("the archive of dataset %s: %s was deleted", dataset.name, day.name)
+
+    def _is_unneeded(self, dataset: Dataset, day: Path, newer: Sequence[Path]) -> bool:
+        for partition, files in day_files(day).items():
+            until = self.unneeded.get(partition_name(dataset.name, partition), 0)
+            if max(each.last for each in files) > until or not any(partition in day_files(each) for each in newer):
+                return False
+        return True
+
     def _archive(self, catalog: Catalog) -> None:
-        names = [name for name, dataset in catalog.datasets.items() if dataset.kind != "static"]
-        for name in [*names, *(f"{name}_dead" for name in names)]:
-            dataset = catalog.dataset(name)
-            assert dataset is not None, "it is in the catalog"
+        for dataset in archived_datasets(catalog):
             for partition in range(dataset.partitions):
-                self._archive_partition(dataset, partition)
+                self._try(dataset, partition)
+
+    def _try(self, dataset: Dataset, partition: int) -> None:
+        """Archive one partition; note why that fails."""
+        name = partition_name(dataset.name, partition)
+        server = self._servers.server_of(name)
+        if server in self._unreachable:
+            return
+        try:
+            self._archive_partition(dataset, partition)
+        except (DynamothError, OSError, arrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno in _FULL_DISK:
+                raise
+            if isinstance(error, LogServerFailed) and _is_unreachable(error):
+                self._unreachable.add(server)
+            self._failures.append(f"partition {name} is not archived: {error}")
 
     def _archive_partition(self, dataset: Dataset, partition: int) -> None:
-        from dynamoth_analytics.cluster.reading import to_batch
-
-        name, count = partition_name(dataset.name, partition), 0
+        name = partition_name(dataset.name, partition)
         if name not in self._positions:
-            self._positions[name] = _last_archived(self._folder, dataset.name, partition)
-        server = self._servers.server_of(name)
+            self._positions[name] = last_archived(self._folder, dataset.name, partition)
+        for before, batches in self._files(dataset, partition):
+            first, last = batches[0].column(OFFSET)[0].as_py(), batches[-1].column(OFFSET)[-1].as_py()
+            day = self._folder / dataset.name / f"date={datetime.now(UTC):%Y-%m-%d}"
+            day.mkdir(parents=True, exist_ok=True)
+            tables = (arrow.Table.from_batches([batch]) for batch in batches)
+            write_file(day / file_name(partition, before, first, last), record_schema(dataset), tables)
+            self._positions[name] = last
+            self.records += sum(map(len, batches))
+        self._trim(dataset, name)
+
+    def _files(self, dataset: Dataset, partition: int) -> Iterator[tuple[int, list[Any]]]:
+        """Yield what each new file has: up to which offset other files have all records, and its batches."""
+        before = position = self._positions[partition_name(dataset.name, partition)]
+        batches: list[Any] = []
+        records = size = 0
+        for page in pages(self._servers, dataset, partition, position, 2**53):
+            lost = self._lost(dataset, partition, position, page)
+            if batches and (lost or records >= FILE_RECORDS_MAX or size >= FILE_BYTES_MAX):
+                yield before, batches
+                before, batches, records, size = position, [], 0, 0
+            before = lost or before
+            batches.append(to_batch(dataset, partition, page))
+            records, size = records + len(page), size + sum(len(each.value) for each in page)
+            position = page[-1].offset
+        if batches:
+            yield before, batches
+
+    def _lost(self, dataset: Dataset, partition: int, after: int, page: list[Record]) -> int:
+        """Return the last offset of records that were lost between ``after`` and a page; 0: none that is known."""
+        first = page[0].offset
+        if first == after + 1:
+            return 0
+        name = partition_name(dataset.name, partition)
+        given = read_state(self._servers, name).given(after, first - 1)
+        if given:
+            text = "records of %s from offset %d to %d were lost before they were archived"
+            _log.error(text, name, given[0][0], given[-1][1])
+        return given[-1][1] if given else 0
+
+    def _trim(self, dataset: Dataset, name: str) -> None:
+        """Remove archived records from the stream, the oldest first, until it has as many as may stay.
+
+        Offsets only jump upwards: so those of the oldest records are at least what is computed here.
+        """
+        server, stream = self._servers.server_of(name), partition_keys(name)[1]
+        kept = min(self.hot_records, dataset.waiting_max // 2)
         while True:
-            command = range_command(name, self._positions[name], 2**53, FILE_RECORDS_MAX)
-            records = parse_records(self._servers.run(server, command))
-            if not records:
-                break
-            self._write(
-                dataset, partition, to_batch(dataset, partition, records), records[0].offset, records[-1].offset
-            )
-            self._positions[name] = records[-1].offset
-            count += len(records)
-            self.records += len(records)
-        if count:
-            self._trim(server, name)
+            oldest = (b"XRANGE", stream, b"-", b"+", b"COUNT", b"1")
+            length, entries = self._servers.run_all(server, [(b"XLEN", stream), oldest])
+            if length <= kept or not entries:
+                return
+            first = int(entries[0][0].partition(b"-")[0])
+            until = min(first + min(length - kept, TRIM_RECORDS_MAX) - 1, self._positions[name])
+            if until < first:
+                return
+            self._servers.run(server, trim_command(name, until))
 
-    def _trim(self, server: str, name: str) -> None:
-        stream = partition_keys(name)[1]
-        kept = self._servers.run(server, (b"XREVRANGE", stream, b"+", b"-", b"COUNT", b"%d" % (self.hot_records + 1)))
-        if len(kept) > self.hot_records:
-            until = int(kept[-1][0].partition(b"-")[0])
-            # Readers compare it with what they find: a gap without it is only a restart of the server.
-            note = (b"HSET", partition_keys(name)[0], b"trimmed", b"%d" % until)
-            self._servers.run_all(server, [note, trim_command(name, until)])
 
-    def _write(self, dataset: Dataset, partition: int, batch: Any, first: int, last: int) -> None:
-        day = self._folder / dataset.name / f"date={datetime.now(UTC):%Y-%m-%d}"
-        day.mkdir(parents=True, exist_ok=True)
-        name = f"{partition}-{first:016d}-{last:016d}"
-        hidden = day / f".{name}.tmp"
-        try:
-            with hidden.open("wb") as file:
-                parquet.write_table(arrow.Table.from_batches([batch]), file, compression="zstd")
-                file.flush()
-                os.fsync(file.fileno())
-            hidden.rename(day / f"{name}.parquet")
-        except BaseException:
-            hidden.unlink(missing_ok=True)
-            raise
-        _sync(day)
+def archived_datasets(catalog: Catalog) -> Iterator[Dataset]:
+    """Yield the datasets that are archived."""
+    for dataset in catalog.datasets.values():
+        if dataset.kind != "static":
+            yield dataset
+            yield dead_letters(dataset.name)
+
+
+def _is_unreachable(error: LogServerFailed) -> bool:
+    """Tell whether a server is down, and not only refuses a command: its other partitions would have to wait, too."""
+    return isinstance(error.__cause__, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError)

@@ -1,25 +1,29 @@
-"""The checkpoint of a query: a folder, in which Spark writes each window before it is executed.
+"""The checkpoint of a query: a folder, in which each window is written before it is executed.
 
-``base.json`` says where it begins: the execution before its first one, and the offsets before its first window. Spark's
-own files are below ``spark``: ``offsets/N`` has the end of the window of batch N, and ``commits/N`` says that it ended.
+``base.json`` says where it begins: the execution before its first one, and the offsets before its first window.
+``windows/N.json`` is the end of the window of batch N. Spark's own files are below ``spark``: ``commits/N`` there says
+that batch N has ended.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamoth.data.executions import Checkpoint, Window
+from dynamoth.data.executions import Checkpoint
+from dynamoth_analytics.cluster.batches import write_text
 
 BASE_FILE = "base.json"
 
+WINDOWS_KEPT = 100
+"""Spark keeps so many batches, too."""
+
 Offsets = Mapping[str, Any]
-"""As the source gives them."""
+"""An end of a window, as ``Windows`` returns it."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,8 @@ class CheckpointFolder:
         values = {
             "base": base.execution, "start": base.start, "end": base.first_end, "datasets": list(base.datasets)
         }  # fmt: skip
-        hidden = self._folder / "base.tmp"
-        with hidden.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(values))
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.rename(self._folder / BASE_FILE)
+        self._windows.mkdir()
+        write_text(self._folder / BASE_FILE, json.dumps(values))
 
     def remove(self) -> None:
         """Remove it. ``base.json`` goes first: without that, the rest is no checkpoint."""
@@ -79,23 +79,44 @@ class CheckpointFolder:
         base = self.base()
         if base is None:
             return None
-        ends = {base.execution + 1 + batch: self._end(batch) for batch in _numbers(self.spark_folder / "offsets")}
+        ends = {base.execution + 1 + batch: self._end(batch) for batch in _numbers(self._windows)}
         commits = _numbers(self.spark_folder / "commits")
         committed = base.execution + 1 + max(commits, default=-1)
+        if max(ends, default=0) > committed + 1:
+            return None  # Spark's files are gone, or are of a backup: it would begin with a former batch
         return Checkpoint(base.execution, ends, committed, base.start, base.first_end)
 
-    def window(self, batch: int) -> Window:
-        """Return the window of a batch: Spark has written it before it is executed."""
+    def start(self, batch: int) -> Offsets:
+        """Return where the window of a batch begins. Raises OSError."""
         base = self.base()
         assert base is not None, "a stream has a checkpoint"
-        return Window(self._end(batch - 1) if batch else base.start, self._end(batch))
+        return self._end(batch - 1) if batch else base.start
+
+    def end(self, batch: int) -> Offsets | None:
+        """Return where the window of a batch ends; None: it has not been written yet. Raises OSError."""
+        base = self.base()
+        assert base is not None, "a stream has a checkpoint"
+        if self._file(batch).exists():
+            return self._end(batch)
+        return base.first_end if batch == 0 else None
+
+    def write_end(self, batch: int, end: Offsets) -> None:
+        """Write down where the window of a batch ends, before it is executed. Raises OSError."""
+        write_text(self._file(batch), json.dumps(end))
+        self._file(batch - WINDOWS_KEPT).unlink(missing_ok=True)
+
+    @property
+    def _windows(self) -> Path:
+        return self._folder / "windows"
+
+    def _file(self, batch: int) -> Path:
+        return self._windows / f"{batch}.json"
 
     def _end(self, batch: int) -> Offsets:
-        text = (self.spark_folder / "offsets" / str(batch)).read_text(encoding="utf-8")
-        end: Offsets = json.loads(text.splitlines()[-1])
+        end: Offsets = json.loads(self._file(batch).read_text(encoding="utf-8"))
         return end
 
 
 def _numbers(folder: Path) -> list[int]:
     """Return the numbers of batches that have a file."""
-    return [int(file.name) for file in folder.iterdir() if file.name.isdecimal()] if folder.is_dir() else []
+    return [int(file.stem) for file in folder.iterdir() if file.stem.isdecimal()] if folder.is_dir() else []

@@ -39,11 +39,13 @@ class Ordering(NamedTuple):
 
 @dataclass
 class Compiler:
-    """Compiles one query. ``tree``, ``order`` and ``warnings`` are the result."""
+    """Compiles one query. ``tree``, ``exact_tree``, ``order`` and ``warnings`` are the result."""
 
     query: StandingQuery
     datasets: Mapping[str, Dataset]
     tree: exp.Select = field(default_factory=exp.Select)
+    #: The same statement without grids: each ``near`` is its exact distance.
+    exact_tree: exp.Select = field(default_factory=exp.Select)
     order: tuple[Ordering, ...] = ()
     warnings: list[str] = field(default_factory=list[str])
 
@@ -65,6 +67,8 @@ class Compiler:
         self._check_names()
         self._take_order()
         self._add_interest()
+        self.exact_tree = self.tree.copy()
+        NearJoins(self.query, self.exact_tree).replace_exactly()
         joins = NearJoins(self.query, self.tree, self.warnings)
         joins.replace()
         joins.find_cross_joins()

@@ -39,7 +39,8 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     window = progress.window if progress else Window({"tick_ms": 0, "offsets": {}}, {"tick_ms": 0, "offsets": {}})
     context.store_progress(name, Progress(execution, Window(window.end, window.end), is_done=True, is_dropped=True))
     context.checkpoint(name).remove()
-    shutil.rmtree(context.folder / "interests" / name, ignore_errors=True)
+    for kind in ("interests", "windows"):
+        shutil.rmtree(context.folder / kind / name, ignore_errors=True)
     status.state, status.reason, status.since_ms = "dropped", "", int(time.time() * 1000)
     context.store_status(name, status)
     _log.info("query %s was dropped: %d interests know", name, len(interests))

@@ -2,10 +2,11 @@
 
 Theory of operation
 -------------------
-The source ends each window at a tick of the query. Spark writes the window to its checkpoint, and then calls
-``_execute`` with the new records, again and again until that succeeds. The number of the batch, behind that of the
-executions before this checkpoint, is the number of the execution: what a crash has left half done is done again under
-the same number, and logs do not take it twice.
+A batch of the stream is an execution. Spark calls ``_execute`` for it, again and again until that succeeds. It waits
+until a tick of the query ends the window (``windows``), writes the window to the checkpoint, and executes the query for
+the new records. The driver reads those of a small window (``small_windows``), and Spark those of others. The number of
+the batch, behind that of the executions before this checkpoint, is the number of the execution: what a crash has left
+half done is done again under the same number, and logs do not take it twice.
 
 What an execution reads besides is as of the end of its window, too: keyed snapshots at its offsets, static datasets as
 they were loaded then, and the interests that were registered before its end was sealed.
@@ -51,17 +52,17 @@ from dynamoth.data.executions import (
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster import publishing
+from dynamoth_analytics.cluster.batches import record_schema
 from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
 from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
-from dynamoth_analytics.cluster.interest_table import REGISTERED, InterestTable, interest_schema
+from dynamoth_analytics.cluster.interest_table import InterestTable, interest_schema
 from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, SmallWindows, Table, pairs
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.cluster.sql import compile_query
-
-TRIGGER = "1 second"
-"""Spark asks the source this often whether a tick has passed."""
+from dynamoth_analytics.cluster.windows import Ticks, Windows
 
 RETRY_S = 5.0
 RETRY_S_MAX = 60.0
@@ -76,6 +77,12 @@ class Stopping(DynamothError):
     code = "stopping"
 
 
+class ExecutionFailed(DynamothError):
+    """Raised to Spark by an execution that fails."""
+
+    code = "execution-failed"
+
+
 @dataclass(frozen=True)
 class ClusterContext:
     """What all queries of a data cluster share."""
@@ -88,6 +95,7 @@ class ClusterContext:
     term: int
     ttl_s: float
     snapshots: KeyedSnapshots
+    small_windows: SmallWindows
     #: Appends to a log server that fails are tried again for this time.
     append_retry_s: float = publishing.RETRY_S_MAX
     #: Set when a newer data cluster was met: this one has to end.
@@ -99,6 +107,7 @@ class ClusterContext:
             "logs": self.logs,
             "durable": str(self.servers.durable).lower(),
             "archive": str(self.folder / "archive"),
+            "loads": str(self.folder / "static"),
         }
 
     def publication(self, query: StandingQuery, execution: int, tick_ms: int) -> Publication:
@@ -154,7 +163,8 @@ class QueryRunner:
         self.datasets = dict(datasets)
         self._context = context
         self._compiled = compile_query(query, datasets)
-        self._phase_s = phase_s
+        on, *reads = (self.datasets[name] for name in (query.on, *query.reads))
+        self._windows = Windows(context.servers, on, reads, Ticks(query.period_s, phase_s))
         self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)
         self.status = context.status(query.name) or QueryStatus()
         self._set_state("running")
@@ -170,7 +180,7 @@ class QueryRunner:
         self._retry_s = RETRY_S
         #: Held while an execution runs.
         self._executing = threading.Lock()
-        self._is_stopping = False
+        self._stopping = threading.Event()
 
     @property
     def is_failing(self) -> bool:
@@ -191,11 +201,11 @@ class QueryRunner:
 
     def prepare_stop(self) -> None:
         """Begin no further execution."""
-        self._is_stopping = True
+        self._stopping.set()
 
     def stop(self, wait_s: float = 0.0) -> None:
         """Stop the stream. An execution that runs may end within ``wait_s``; else the next start repeats it."""
-        self._is_stopping = True
+        self._stopping.set()
         if self._stream is None:
             return
         if wait_s > 0 and self._executing.acquire(timeout=wait_s):
@@ -212,7 +222,10 @@ class QueryRunner:
         name, context = self.query.name, self._context
         progress, checkpoint = context.progress(name), self._checkpoint.read()
         last = max(progress.execution if progress else 0, checkpoint.last if checkpoint else 0)
-        end = self._now()
+        end = self._windows.now()
+        for each in (self.datasets[each] for each in self.query.reads):
+            if each.kind == "keyed":
+                context.snapshots.pass_over_losses(context.spark, each, end["offsets"])
         window = Window(progress.window.end if progress else end, end)
         write_execution(
             context.folder / "executions",
@@ -223,7 +236,7 @@ class QueryRunner:
         context.store_progress(name, Progress(last + 1, window, is_done=True))
         context.servers.run(executions_server(name, context.servers.ids), (b"DEL", restart_key(name)))
         _log.warning("query %s: restarted by an operator: it goes on behind the records that there are", name)
-        self._retry_at, self._retry_s, self._ended_ms, self._is_stopping = 0.0, RETRY_S, 0, False
+        self._retry_at, self._retry_s, self._ended_ms = 0.0, RETRY_S, 0
         self._set_state("running")
 
     def _fail(self, error: BaseException) -> None:
@@ -242,16 +255,12 @@ class QueryRunner:
     def _start_stream(self) -> StreamingQuery:
         self._progress = self._context.progress(self.query.name)
         base = self._prepared_checkpoint()
-        self._base, self._is_stopping = base.execution, False
-        reader: Any = self._context.spark.readStream.format("dynamoth").options(**self._context.source_options())
-        reader = reader.option("dataset", self.query.on).option("also", ",".join(self.query.reads))
-        reader = reader.option("period_s", str(self.query.period_s)).option("phase_s", str(self._phase_s))
-        reader = reader.option("start", json.dumps(base.start))
-        if base.first_end is not None:
-            reader = reader.option("end", json.dumps(base.first_end))
-        writer = reader.load().writeStream.queryName(self.query.name).foreachBatch(self._execute)
+        self._base, self._error = base.execution, None
+        self._stopping.clear()
+        batches = self._context.spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 1).load()
+        writer = batches.writeStream.queryName(self.query.name).foreachBatch(self._execute)
         writer = writer.option("checkpointLocation", str(self._checkpoint.spark_folder))
-        stream: StreamingQuery = writer.trigger(processingTime=TRIGGER).start()
+        stream: StreamingQuery = writer.trigger(processingTime="0 seconds").start()
         return stream
 
     def _prepared_checkpoint(self) -> Base:
@@ -268,39 +277,54 @@ class QueryRunner:
                 "query %s has no checkpoint: it goes on where the log server says that execution %d %s",
                 self.query.name, self._progress.execution, "ended" if self._progress.is_done else "began",
             )  # fmt: skip
-        now = self._now()
+        now = self._windows.now()
         start = with_new_datasets(begin.start or now, now["offsets"])
         end = None if begin.first_end is None else with_new_datasets(begin.first_end, now["offsets"])
         base = Base(begin.base, start, end, datasets)
         self._checkpoint.begin(base)
         return base
 
-    def _now(self) -> dict[str, Any]:
-        """Return offsets behind all records that there are, as the source gives them."""
-        counts = {each.stream: each.partitions for each in self.datasets.values() if each.kind != "static"}
-        return {"tick_ms": 0, "offsets": self._context.servers.tips(counts)}
-
     # An execution.
 
-    def _execute(self, records: DataFrame, batch: int) -> None:
-        """Execute the query for the records of a window."""
-        with self._executing:
-            if self._is_stopping:
-                raise Stopping("the query is stopped")
-            try:
-                self._execute_window(records, self._base + batch + 1, self._checkpoint.window(batch))
-            except Exception as error:
-                self._error = error
-                raise
+    def _execute(self, rows: DataFrame, batch: int) -> None:
+        """Wait for the end of a window, and execute the query for its records.
 
-    def _execute_window(self, records: DataFrame, execution: int, window: Window) -> None:
+        The rows of the batch mean nothing: the stream gives batches their numbers, and repeats those that have failed.
+        """
+        try:
+            window = self._next_window(batch)
+            with self._executing:
+                self._check_stopping()
+                self._checkpoint.write_end(batch, window.end)
+                self._execute_window(rows.sparkSession, self._base + batch + 1, window)
+        except Exception as error:
+            self._error = error
+            # Without the cause: Spark searches the text of an error with a regular expression that recurses. A long
+            # text, as that of an error of Java, ends the thread with an overflow of its stack.
+            raise ExecutionFailed("the execution failed") from None
+
+    def _next_window(self, batch: int) -> Window:
+        """Return the window of a batch: that of its last attempt, or else the next one, when it has ended."""
+        start, end = self._checkpoint.start(batch), self._checkpoint.end(batch)
+        while end is None:
+            self._check_stopping()
+            end = self._windows.next_end(start)
+            if end is None:
+                self._stopping.wait(self._windows.ticks.wait_s(start["tick_ms"], int(time.time() * 1000)))
+        return Window(start, end)
+
+    def _check_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise Stopping("the query is stopped")
+
+    def _execute_window(self, spark: SparkSession, execution: int, window: Window) -> None:
         began, began_ms, name = time.monotonic(), int(time.time() * 1000), self.query.name
         self._note_overrun(window)
         before, counts = self._progress, Counter[str]()
         if not (before is not None and before.execution >= execution and before.is_done):
             self._progress = Progress(execution, window, is_done=False)
             self._context.store_progress(name, self._progress)
-            counts = self._run(records, execution, window)
+            counts = self._run(spark, execution, window)
             values = {
                 "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,
                 "interests": len(self.table), "seconds": round(time.monotonic() - began, 3), **counts,
@@ -324,21 +348,45 @@ class QueryRunner:
             self._count({"overruns": 1, "ticks_missed": missed})
             _log.warning("query %s took too long: it has missed %d ticks, and covers them now", self.query.name, missed)
 
-    def _run(self, records: DataFrame, execution: int, window: Window) -> Counter[str]:
+    def _run(self, spark: SparkSession, execution: int, window: Window) -> Counter[str]:
+        """Execute the query. The session is the stream's own: views of the same name are others elsewhere."""
         query, context, end = self.query, self._context, window.end
-        spark = records.sparkSession  # the stream's own: views of the same name are others elsewhere
         self.table.refresh()
         counts: Counter[str] = Counter()
-        if not len(self.table):
+        file, interests_count = self.table.file(end.get("sealed_ms", end["tick_ms"]))
+        if not interests_count:
             return counts
-        stored = spark.read.schema(from_arrow_schema(interest_schema(query))).parquet(str(self.table.file()))
-        interests = stored.where(f"{REGISTERED} <= {end.get('sealed_ms', end['tick_ms'])}")
-        views = {query.on: records, **{name: self._view(spark, name, end) for name in query.reads}}
-        results = self._compiled.run(spark, views, interests, end["tick_ms"])
+        interests: DataFrame = spark.read.schema(from_arrow_schema(interest_schema(query))).parquet(str(file))
+        tables = None
+        if interests_count <= ROWS_MAX:
+            tables = context.small_windows.tables(query, self.datasets, window)
+        for name, setting in SETTINGS.items():
+            spark.conf.set(name, setting if tables is not None else str(context.spark.conf.get(name)))
+        if tables is None:
+            views = {query.on: self._records(spark, window)}
+            views |= {name: self._view(spark, name, end) for name in query.reads}
+            results = self._compiled.run(spark, views, interests, end["tick_ms"])
+        else:
+            views = {name: self._small_view(spark, name, table) for name, table in tables.items()}
+            grids = pairs(tables, interests_count) > PAIRS_MAX
+            results = self._compiled.run(spark, views, interests.coalesce(1), end["tick_ms"], grids=grids)
         publication = context.publication(query, execution, end["tick_ms"])
         for row in results.mapInArrow(publication.publish, METRICS_SCHEMA).collect():
             counts.update(row.asDict())
         return counts
+
+    def _small_view(self, spark: SparkSession, name: str, table: Table) -> DataFrame:
+        """Return a table of a small window, in one partition."""
+        schema = from_arrow_schema(record_schema(self.datasets[name]))
+        rows: DataFrame = spark.read.schema(schema).parquet(*map(str, table.files))
+        return rows.coalesce(1)
+
+    def _records(self, spark: SparkSession, window: Window) -> DataFrame:
+        """Return the new records of a window, read by Spark."""
+        reader: Any = spark.read.format("dynamoth").options(**self._context.source_options())
+        reader = reader.option("dataset", self.query.on).option("start", json.dumps(dict(window.start)))
+        rows: DataFrame = reader.option("end", json.dumps(dict(window.end))).load()
+        return rows
 
     def _view(self, spark: SparkSession, name: str, end: Mapping[str, Any]) -> DataFrame:
         """Return a dataset besides the one that the query is on, as of the end of a window."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,23 @@ class InterestTable:
             for id_, mirror in self._mirrors.items():
                 self._read(id_, mirror)
 
-    def file(self) -> Path:
-        """Return a file with the interests that were read last. Raises OSError."""
+    def file(self, until_ms: int) -> tuple[Path, int]:
+        """Return a file with the interests that were registered until then and read last, and their number.
+
+        The file lives until the second call after this one. Raises OSError.
+        """
         with self._lock:
-            if self._file is None or self._is_changed:
-                self._write()
+            rows = [row for mirror in self._mirrors.values() for row in mirror.rows.values()]
+            former = self._file
+            if any(row[1] > until_ms for row in rows):
+                rows = [row for row in rows if row[1] <= until_ms]
+                self._write(rows)
+                self._is_changed = True  # the next file has the others, too
+            elif former is None or self._is_changed:
+                self._write(rows)
+                self._is_changed = False
             assert self._file is not None, "it was written"
-            return self._file
+            return self._file, len(rows)
 
     def ids(self) -> list[str]:
         """Return the ids of the interests that were read last."""
@@ -168,9 +179,8 @@ class InterestTable:
                 interest_id, registration.at_ms, *(_column(each.type, values[each.name]) for each in parameters)
             )  # fmt: skip
 
-    def _write(self) -> None:
+    def _write(self, rows: Sequence[tuple[Any, ...]]) -> None:
         schema = interest_schema(self._query)
-        rows = [row for mirror in self._mirrors.values() for row in mirror.rows.values()]
         columns = [*zip(*rows, strict=True)] or [()] * len(schema)
         arrays = [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
         self._version += 1
@@ -178,7 +188,7 @@ class InterestTable:
         hidden = file.with_suffix(".tmp")
         parquet.write_table(arrow.Table.from_arrays(arrays, schema=schema), hidden)
         os.rename(hidden, file)
-        self._file, self._is_changed = file, False
+        self._file = file
         # An execution that runs may read the former one: the one before that is not needed any more.
         (self._folder / f"{self._version - 2}.parquet").unlink(missing_ok=True)
 

@@ -45,6 +45,11 @@ class NearJoins:
     #: How many pairs of tables have cells.
     _grids: int = 0
 
+    def replace_exactly(self) -> None:
+        """Replace all calls by the exact distance alone. Raises ConfigError."""
+        for call in [each for each in self.tree.find_all(exp.Anonymous) if _is_near(each)]:
+            call.replace(self._exact(call))
+
     def replace(self) -> None:
         """Replace all calls. Raises ConfigError."""
         for join in self.tree.args.get("joins") or []:

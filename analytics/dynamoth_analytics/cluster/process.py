@@ -120,6 +120,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._folder = folder
         self._runner = ClusterRunner(spark, servers, config.logs, config.cluster_url, folder, config.log_ttl_s)
         self._runner.archiver.hot_records = config.hot_records
+        self._runner.archiver.keep_days = config.archive_keep_days
         self._ingest = Ingest(config.cluster_url, dict(servers.urls), durable=config.log_durable)
         #: What does not work now, by kind of work.
         self._faults: dict[str, str] = {}

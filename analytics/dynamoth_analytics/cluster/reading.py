@@ -1,36 +1,40 @@
-"""Reads a range of a partition's records: from its stream at Redis, and what was trimmed there from the archive."""
+"""Reads a range of a partition's records: from its stream at Redis, and what was trimmed there from the archive.
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+What is distinguishable
+-----------------------
+A range ends with the offset of a record (``LogServers.tips`` gives no others). Between its records, offsets jump where
+the server has restarted, which is no loss by itself. These are losses, and raise ``RecordsLost``:
+
+* The range ends with a record that is neither at Redis nor in the archive: somebody saw that it was stored.
+* The server knows that it gave offsets of the jump (``PartitionState.given``), and the archive does not have them.
+* The chain of the archive's files has a hole there (``archive_files``).
+
+A server that forgets its last records with their offsets leaves a jump like that of a restart without losses. If nobody
+has seen these offsets, nobody can tell: ``dynamoth dataset show`` counts such restarts.
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyarrow import json as arrow_json  # pyright: ignore[reportMissingTypeStubs]
-
-from dynamoth.data.datasets import Dataset, FieldType
-from dynamoth.data.records import Record, parse_records, partition_keys, partition_name, range_command
+from dynamoth.data.datasets import Dataset
+from dynamoth.data.records import (
+    PartitionState,
+    Record,
+    parse_records,
+    parse_state,
+    partition_name,
+    range_command,
+    state_command,
+)
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive import archived, archived_until
+from dynamoth_analytics.cluster.archive_files import Hole, archived, first_archived
+from dynamoth_analytics.cluster.batches import OFFSET, to_batch
+from dynamoth_analytics.cluster.paging import pages
 from dynamoth_analytics.cluster.servers import LogServers
-from dynamoth_analytics.files import arrow
-
-PAGE_RECORDS = 5000
-
-ARROW_TYPES: dict[FieldType, Any] = {
-    "string": arrow.string(),
-    "int": arrow.int64(),
-    "float": arrow.float64(),
-    "bool": arrow.bool_(),
-    "timestamp": arrow.timestamp("us", tz="UTC"),
-}
-
-_STORED_TYPES = {**ARROW_TYPES, "timestamp": arrow.int64()}
-
-PARTITION, OFFSET, ARRIVED = "_partition", "_offset", "_arrived"
 
 
 class RecordsLost(DynamothError):
@@ -39,34 +43,9 @@ class RecordsLost(DynamothError):
     code = "records-lost"
 
 
-def record_schema(dataset: Dataset) -> Any:
-    """Return the Arrow schema of a dataset's records, with their partition, offset and time of arrival."""
-    fields = [arrow.field(field.name, ARROW_TYPES[field.type]) for field in dataset.fields]
-    return arrow.schema([
-        *fields, arrow.field(PARTITION, arrow.int32()), arrow.field(OFFSET, arrow.int64()),
-        arrow.field(ARRIVED, arrow.timestamp("us", tz="UTC")),
-    ])  # fmt: skip
-
-
-def to_batch(dataset: Dataset, partition: int, records: Sequence[Record]) -> Any:
-    """Return records as an Arrow batch of ``record_schema``."""
-    schema = record_schema(dataset)
-    stored = arrow.schema([arrow.field(field.name, _STORED_TYPES[field.type]) for field in dataset.fields])
-    lines = b"\n".join(record.value for record in records)
-    table = arrow_json.read_json(
-        io.BytesIO(lines),
-        read_options=arrow_json.ReadOptions(use_threads=False, block_size=max(len(lines) + 1, 1024)),
-        parse_options=arrow_json.ParseOptions(explicit_schema=stored, unexpected_field_behavior="ignore"),
-    ).combine_chunks()
-    columns = [
-        table.column(field.name).combine_chunks().cast(ARROW_TYPES[field.type], safe=False) for field in dataset.fields
-    ]
-    columns += [
-        arrow.array([partition] * len(records), arrow.int32()),
-        arrow.array([record.offset for record in records], arrow.int64()),
-        arrow.array([record.arrived_ms * 1000 for record in records], arrow.timestamp("us", tz="UTC")),
-    ]
-    return arrow.RecordBatch.from_arrays(columns, schema=schema)
+def read_state(servers: LogServers, name: str) -> PartitionState:
+    """Return what the server of a partition knows about its offsets. Raises LogServerFailed."""
+    return parse_state(servers.run(servers.server_of(name), state_command(name)))
 
 
 def read_range(
@@ -81,34 +60,85 @@ def read_range(
 ) -> Iterator[Any]:
     """Yield the records of a partition behind ``after`` and up to ``until``, as Arrow batches, in order.
 
-    A record is archived before it is trimmed: so whatever the stream lacks is looked for in the archive.
-    Raises RecordsLost where the archive lacks what was trimmed, unless ``fail_on_loss`` is false.
+    Args:
+        servers: the log servers.
+        dataset: whose records.
+        partition: its number.
+        after: an offset, of a record or 0.
+        until: the offset of a record: each end of a window is one.
+        archive: folder of the archive; None: there is none.
+        fail_on_loss: false: what is lost is left out.
+
+    A record is archived before it is trimmed: so whatever the stream lacks is looked for in the archive. About a page
+    or a row group is in memory at a time. Raises RecordsLost and LogServerFailed.
+
     """
+    gaps = _Gaps(servers, dataset, partition, archive, fail_on_loss)
+    position = after
+    for page in pages(servers, dataset, partition, after, until):
+        for records in _without_jumps(page):
+            if records[0].offset > position + 1:
+                yield from gaps.read(position, records[0].offset - 1)
+            yield to_batch(dataset, partition, records)
+            position = records[-1].offset
+    if position < until:
+        yield from gaps.read(position, until, is_end=True)
+
+
+def oldest(servers: LogServers, dataset: Dataset, partition: int, archive: Path | None) -> int:
+    """Return the offset before the oldest record of a partition that is kept, in the archive or else at Redis."""
+    if archive is not None and (file := first_archived(archive, dataset.name, partition)) is not None:
+        return file.before
     name = partition_name(dataset.stream, partition)
-    server, position = servers.server_of(name), after
-    while position < until:
-        page = parse_records(servers.run(server, range_command(name, position, until, PAGE_RECORDS)))
-        if not page or page[0].offset > position + 1:
-            end = page[0].offset - 1 if page else until
-            if fail_on_loss:
-                _check_archive(servers, dataset, partition, position, end, archive)
-            yield from archived(archive, dataset, partition, position, end)
-        if not page:
+    found = parse_records(servers.run(servers.server_of(name), range_command(name, 0, 2**53, 1)))
+    return found[0].offset - 1 if found else read_state(servers, name).offset
+
+
+def _without_jumps(page: list[Record]) -> Iterator[list[Record]]:
+    """Yield the records of a page, divided where offsets jump."""
+    begin = 0
+    for index in range(1, len(page) + 1):
+        if index == len(page) or page[index].offset > page[index - 1].offset + 1:
+            yield page[begin:index]
+            begin = index
+
+
+@dataclass(frozen=True)
+class _Gaps:
+    """Reads what the stream of a partition lacks."""
+
+    servers: LogServers
+    dataset: Dataset
+    partition: int
+    archive: Path | None
+    fail_on_loss: bool
+
+    def read(self, after: int, until: int, *, is_end: bool = False) -> Iterator[Any]:
+        """Yield what the archive has behind ``after`` and up to ``until``.
+
+        Raises RecordsLost where records are missing. ``is_end``: there is a record at ``until``.
+        """
+        position = after
+        for found in archived(self.archive, self.dataset, self.partition, after, until) if self.archive else ():
+            if isinstance(found, Hole):
+                self._lose(found.first, found.last)
+            else:
+                yield found
+                position = found.column(OFFSET)[-1].as_py()
+        if position >= until or not self.fail_on_loss:
             return
-        yield to_batch(dataset, partition, page)
-        position = page[-1].offset
+        if is_end:
+            self._lose(position + 1, until)
+        state = read_state(self.servers, partition_name(self.dataset.stream, self.partition))
+        for first, last in state.given(position, until)[:1]:
+            self._lose(first, last)
 
-
-def _check_archive(
-    servers: LogServers, dataset: Dataset, partition: int, after: int, until: int, archive: Path | None
-) -> None:
-    """Raise RecordsLost if records of this range were trimmed and the archive does not reach as far."""
-    name = partition_name(dataset.stream, partition)
-    trimmed = int(servers.run(servers.server_of(name), (b"HGET", partition_keys(name)[0], b"trimmed")) or 0)
-    needed = min(trimmed, until)
-    if needed > after and archived_until(archive, dataset, partition, after, until) < needed:
-        where = f"the archive {archive} lacks them" if archive else "the option `archive` is missing"
+    def _lose(self, first: int, last: int) -> None:
+        if not self.fail_on_loss:
+            return
+        name = partition_name(self.dataset.stream, self.partition)
+        where = f"the archive {self.archive} lacks them" if self.archive else "the option `archive` is missing"
         raise RecordsLost(
-            f"records of {name} up to offset {needed} are no longer at Redis, and {where}. Give the folder of the data"
-            " cluster's archive as option `archive`, or go on without them with option fail_on_loss=false"
+            f"records of {name} from offset {first} to {last} are no longer at Redis, and {where}. Restore them, or go"
+            " on without: `dynamoth query restart`; in your own job, option fail_on_loss=false"
         )

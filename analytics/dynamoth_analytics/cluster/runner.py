@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
+from dynamoth_analytics.cluster.retention import Needs, needs_of, unneeded
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.errors import SparkFailed
 
@@ -122,10 +125,26 @@ class ClusterRunner:
             expire_interests(self._servers, name)
         if self._context is None or self._is_stopping:
             return
+        context = self._context
+        needs = needs_of(catalog, context.progress, lambda name: context.checkpoint(name).read())
+        try:
+            self._renew_snapshots(context, catalog, needs)
+        finally:
+            self.archiver.unneeded = unneeded(catalog, needs, context.snapshots)
+
+    def _renew_snapshots(self, context: ClusterContext, catalog: Catalog, needs: Sequence[Needs]) -> None:
+        """Renew the snapshots of the keyed datasets that queries read. One that fails does not hold up the others."""
+        failure: Exception | None = None
         for dataset in catalog.datasets.values():
-            if dataset.kind == "keyed":
-                tips = self._servers.tips({dataset.stream: dataset.partitions})
-                self._context.snapshots.renew(self._spark, dataset, tips)
+            own = [each.offsets for each in needs if dataset.name in each.datasets]
+            if dataset.kind == "keyed" and any(dataset.name in query.reads for query in catalog.queries.values()):
+                try:
+                    states = self._servers.states({dataset.stream: dataset.partitions})
+                    context.snapshots.renew(self._spark, dataset, states, own)
+                except Exception as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     def prepare_stop(self) -> None:
         """Begin no further execution."""
@@ -168,8 +187,9 @@ class ClusterRunner:
         snapshots = KeyedSnapshots(self._folder / "snapshots", options)
         _log.info("the data cluster begins, with term %d", term)
         return ClusterContext(
-            self._spark, self._servers, self._logs, self._cluster_url, self._folder, term, self._ttl_s, snapshots
-        )
+            self._spark, self._servers, self._logs, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
+            SmallWindows(self._servers, self._folder, snapshots),
+        )  # fmt: skip
 
     def _check_term(self, context: ClusterContext) -> None:
         """Raise TakenOver where a server knows a larger term; one that has lost it gets it again."""

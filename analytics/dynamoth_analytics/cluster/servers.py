@@ -17,7 +17,7 @@ import redis
 import redis.exceptions
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, catalog_of, merged, parse_entries
-from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
+from dynamoth.data.records import PartitionState, parse_state, partition_name, partition_server, state_command
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import CommandPart
 from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
@@ -98,15 +98,22 @@ class LogServers:
 
         Raises LogServerFailed.
         """
+        return {name: state.offset for name, state in self.states(partitions).items()}
+
+    def states(self, partitions: Mapping[str, int]) -> dict[str, PartitionState]:
+        """Return what the servers know about the offsets of each partition of these datasets, which have so many.
+
+        Raises LogServerFailed.
+        """
         by_server: dict[str, list[str]] = {}
         for dataset, count in partitions.items():
             for number in range(count):
                 name = partition_name(dataset, number)
                 by_server.setdefault(self.server_of(name), []).append(name)
         return {
-            name: parse_tip(reply)[0]
+            name: parse_state(reply)
             for server, names in by_server.items()
-            for name, reply in zip(names, self.run_all(server, map(tip_command, names)), strict=True)
+            for name, reply in zip(names, self.run_all(server, map(state_command, names)), strict=True)
         }
 
     def _try(self, server: str, execute: Callable[[redis.Redis], T]) -> T:

@@ -1,14 +1,18 @@
 """Keyed datasets as of an offset: the latest record of each key.
 
 A *base* is a Parquet file with the latest records up to some offsets. A snapshot is a base and the records behind it.
-So it is the same whenever it is computed, and costs what the dataset has keys, however long its history is.
+So it is the same whenever it is computed, and costs what the dataset has keys, however long its history is. A new base
+is written when many records are behind the newest one, in proportion to its keys.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,33 @@ from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import partition_name
-from dynamoth_analytics.cluster.reading import OFFSET, PARTITION
+from dynamoth.data.records import PartitionState, partition_name
+from dynamoth_analytics.cluster.batches import OFFSET, PARTITION, sync_folder, write_text
+from dynamoth_analytics.files import parquet
 
-BASES_KEPT = 5
-"""Bases of each dataset: an execution that is repeated after a crash needs one that is not behind its window."""
+BASES_KEPT = 3
+"""The newest bases of each dataset stay: an execution that has just begun may have a window before the newest one."""
+
+RENEW_RECORDS_MIN = 10_000
+RENEW_KEYS_RATIO = 0.25
+"""A base is renewed when so many records are behind it: a number, or a part of its keys if that is more."""
+
+RENEW_AGE_S = 86_400.0
+"""A base that is older is renewed if there is any record behind it: the archive's old days can be deleted then."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base."""
+
+    folder: Path
+    offsets: Mapping[str, int]
+    keys: int
+    age_s: float
+
+    def is_at_most(self, offsets: Mapping[str, int]) -> bool:
+        """Tell whether a snapshot as of these offsets can begin with it."""
+        return all(offset <= offsets.get(name, 0) for name, offset in self.offsets.items())
 
 
 class KeyedSnapshots:
@@ -32,56 +58,120 @@ class KeyedSnapshots:
 
     def at(self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int]) -> DataFrame:
         """Return the latest record of each key, as of these offsets."""
-        base = next((each for each in self._bases(dataset) if _is_at_most(_offsets(each), offsets)), None)
-        start = _offsets(base) if base else {}
-        rows = self._read(spark, dataset, start, offsets)
+        return self._at(spark, dataset, offsets, self._options)
+
+    def _at(
+        self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
+    ) -> DataFrame:
+        base = self.base_of(dataset, offsets)
+        start = base.offsets if base else dict[str, int]()
+        reader: Any = spark.read.format("dynamoth").options(**options).option("dataset", dataset.name)
+        rows: DataFrame = reader.option("start", _json(start)).option("end", _json(offsets)).load()
         if base is not None:
-            rows = spark.read.parquet(str(base / "rows")).unionByName(rows, allowMissingColumns=True)
+            rows = spark.read.parquet(str(base.folder / "rows")).unionByName(rows, allowMissingColumns=True)
         latest = Window.partitionBy(dataset.key).orderBy(F.desc(PARTITION), F.desc(OFFSET))
         return rows.withColumn("_rank", F.row_number().over(latest)).where("_rank = 1").drop("_rank")
 
-    def renew(self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int]) -> None:
-        """Write a base as of these offsets. Raises OSError."""
-        bases = self._bases(dataset)
+    def renew(
+        self,
+        spark: SparkSession,
+        dataset: Dataset,
+        states: Mapping[str, PartitionState],
+        needed: Iterable[Mapping[str, int]] = (),
+    ) -> None:
+        """Write a base as of now, if many records are behind the newest one; delete bases that nobody needs.
+
+        Args:
+            spark: the session.
+            dataset: which.
+            states: what the servers know about the offsets of its partitions.
+            needed: the lowest offsets as of which each query may still need a snapshot.
+
+        Raises OSError, and errors of Spark, as that of a range whose records are lost.
+
+        """
+        newest = next(iter(self.bases(dataset)), None)
+        if _is_due(newest, states):
+            self._write(spark, dataset, {name: state.offset for name, state in states.items()}, self._options)
+        self._delete_old(dataset, needed)
+
+    def pass_over_losses(self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int]) -> None:
+        """Write a base as of these offsets, without records that are lost: an operator goes on with what there is.
+
+        Raises OSError and errors of Spark.
+        """
         own = {name: offsets.get(name, 0) for name in _names(dataset)}
-        if bases and _offsets(bases[0]) == own:
-            return
-        number = int(bases[0].name) + 1 if bases else 1
-        folder = self._folder / dataset.name / f"{number:08d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        self.at(spark, dataset, own).coalesce(4).write.parquet(str(folder / "rows"))
-        hidden = folder / "offsets.tmp"
-        hidden.write_text(json.dumps(own), encoding="utf-8")
-        hidden.rename(folder / "offsets.json")  # a base is one when it has this file
-        for old in self._bases(dataset)[BASES_KEPT:]:
-            (old / "offsets.json").unlink()
-            shutil.rmtree(old)
+        self._write(spark, dataset, own, {**self._options, "fail_on_loss": "false"})
 
-    def _read(
-        self, spark: SparkSession, dataset: Dataset, start: Mapping[str, int], end: Mapping[str, int]
-    ) -> DataFrame:
-        reader: Any = spark.read.format("dynamoth").options(**self._options).option("dataset", dataset.name)
-        rows: DataFrame = reader.option("start", _json(start)).option("end", _json(end)).load()
-        return rows
+    def base_of(self, dataset: Dataset, offsets: Mapping[str, int]) -> Base | None:
+        """Return the base with which a snapshot as of these offsets begins; None: it begins with the first record."""
+        return next((each for each in self.bases(dataset) if each.is_at_most(offsets)), None)
 
-    def _bases(self, dataset: Dataset) -> list[Path]:
+    def bases(self, dataset: Dataset) -> list[Base]:
         """Return the bases of a dataset, the newest first."""
         folder = self._folder / dataset.name
-        found = [each for each in folder.iterdir() if (each / "offsets.json").exists()] if folder.is_dir() else []
-        return sorted(found, reverse=True)
+        names = sorted((each.name for each in folder.iterdir()), reverse=True) if folder.is_dir() else []
+        found = [_read_base(folder / name) for name in names if name.isdecimal()]
+        return [each for each in found if each is not None]
+
+    def _write(
+        self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
+    ) -> None:
+        bases = self.bases(dataset)
+        former = bases[0].offsets if bases else dict[str, int]()
+        # A server that has lost its last records has lower offsets than the base, which has these records.
+        own = {name: max(offset, former.get(name, 0)) for name, offset in offsets.items()}
+        number = int(bases[0].folder.name) + 1 if bases else 1
+        folder = self._folder / dataset.name / f"{number:08d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._at(spark, dataset, own, options).coalesce(4).write.parquet(str(folder / "rows"))
+        keys = _force_to_disk(folder / "rows")
+        sync_folder(folder)
+        write_text(folder / "base.json", json.dumps({"offsets": own, "keys": keys}))  # a base is one when it has this
+        sync_folder(folder.parent)
+
+    def _delete_old(self, dataset: Dataset, needed: Iterable[Mapping[str, int]]) -> None:
+        kept = [base.folder for offsets in needed if (base := self.base_of(dataset, offsets)) is not None]
+        for old in self.bases(dataset)[BASES_KEPT:]:
+            if old.folder not in kept:
+                (old.folder / "base.json").unlink()
+                shutil.rmtree(old.folder)
+
+
+def _is_due(newest: Base | None, states: Mapping[str, PartitionState]) -> bool:
+    """Tell whether enough records are behind a base to write the next one."""
+    start = newest.offsets if newest else dict[str, int]()
+    behind = sum(state.count(start.get(name, 0), state.offset) for name, state in states.items())
+    if newest is None or not behind:
+        return behind > 0
+    return newest.age_s > RENEW_AGE_S or behind >= max(RENEW_RECORDS_MIN, RENEW_KEYS_RATIO * newest.keys)
+
+
+def _force_to_disk(folder: Path) -> int:
+    """Force the Parquet files of a folder to disk; return how many rows they have."""
+    files: Sequence[Path] = sorted(folder.glob("*.parquet"))
+    for each in files:
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_folder(folder)
+    return sum(int(parquet.read_metadata(each).num_rows) for each in files)
+
+
+def _read_base(folder: Path) -> Base | None:
+    """Return the base of a folder; None: it was not completed, or is being deleted."""
+    file = folder / "base.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return Base(folder, values["offsets"], values["keys"], time.time() - file.stat().st_mtime)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _names(dataset: Dataset) -> list[str]:
     return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
-
-
-def _offsets(base: Path) -> dict[str, int]:
-    offsets: dict[str, int] = json.loads((base / "offsets.json").read_text(encoding="utf-8"))
-    return offsets
-
-
-def _is_at_most(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    return all(offset <= other.get(name, 0) for name, offset in one.items())
 
 
 def _json(offsets: Mapping[str, int]) -> str:

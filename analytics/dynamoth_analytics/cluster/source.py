@@ -15,13 +15,13 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 ``dataset``         its name
 ``archive``         the folder of the data cluster's archive, for records that are no longer at Redis
 ``fail_on_loss``    ``false``: records that are neither at Redis nor in the archive are left out; else an error
-``from``            of a stream: ``begin`` (default): from the first record on; ``now``: what is stored from now on
-``period_s``        of a stream: its ends are those of ticks, this far apart; 0 (default): whatever is there
-``phase_s``         of a stream: ticks are so many seconds after the multiples of ``period_s``
-``also``            of a stream: names of other datasets, separated by commas, whose ends are recorded in the offsets;
-                    of static ones it is what is loaded
+``from``            ``begin`` (default): from the first record on; ``retained``: from the oldest one that is still
+                    kept; of a stream also ``now``: what is stored from now on
 ``loaded``          of a batch: which load of a static dataset; the latest if it is missing
-``start``, ``end``  offsets as JSON: of a batch its range; of a stream where it begins, and the end of its first window
+``loads``           of a batch: a folder, where each load of a static dataset is copied when it is read first. An hour
+                    after the next load it is only there
+``start``, ``end``  offsets as JSON: the range of a batch; ``start`` also where a stream begins. Each is the offset of a
+                    record (ends of windows are), or 0
 ==================  ===============================================================================================
 """
 
@@ -30,7 +30,6 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,31 +46,17 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
+from dynamoth.data.records import partition_name
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, record_schema
+from dynamoth_analytics.cluster.batches import record_schema
+from dynamoth_analytics.cluster.loads import LoadCopies, load_lost, load_offsets, read_copy
+from dynamoth_analytics.cluster.reading import oldest, read_range
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
+from dynamoth_analytics.cluster.windows import ends_of
 
-
-@dataclass(frozen=True)
-class Offsets:
-    """Where a window ends: the last offset of each partition, the tick, and the versions of static datasets."""
-
-    tick_ms: int
-    #: A time after the offsets were read, by the clocks of the log servers. An interest that was registered until then
-    #: is part of the execution: so a record that came behind a registration is never in an execution without it.
-    sealed_ms: int
-    offsets: Mapping[str, int]
-    static: Mapping[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return them as Spark keeps them."""
-        return {
-            "tick_ms": self.tick_ms, "sealed_ms": self.sealed_ms, "offsets": dict(self.offsets),
-            "static": dict(self.static),
-        }  # fmt: skip
+_BEGINS = ("begin", "retained", "now")
 
 
 @dataclass
@@ -83,6 +68,13 @@ class _Range(InputPartition):
     until: int
 
 
+@dataclass
+class _Copied(InputPartition):
+    """A file of a copied load that one task reads."""
+
+    path: Path
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a dataset is: all that a task needs."""
@@ -91,6 +83,13 @@ class _Place:
     dataset: Dataset
     archive: Path | None
     fail_on_loss: bool = True
+
+    def retained(self) -> dict[str, int]:
+        """Return the offsets before the oldest records that are still kept."""
+        return {
+            partition_name(self.dataset.stream, number): oldest(self.servers, self.dataset, number, self.archive)
+            for number in range(self.dataset.partitions)
+        }
 
     def ranges(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[_Range]:
         """Return what is to be read between offsets, one range for each partition."""
@@ -104,6 +103,8 @@ class _Place:
 
     def read(self, part: InputPartition) -> Iterator[Any]:
         """Yield the Arrow batches of a range."""
+        if isinstance(part, _Copied):
+            return read_copy(part.path, self.dataset)
         assert isinstance(part, _Range), "ranges made it"
         return read_range(
             self.servers, self.dataset, part.number, part.after, part.until, self.archive,
@@ -127,6 +128,8 @@ class DynamothSource(DataSource):
             raise ConfigError(f"there is no dataset {name!r}: `dynamoth dataset list` shows those that there are")
         if (loaded := self.options.get("loaded")) is not None:
             dataset = replace(dataset, loaded=int(loaded))
+        if (begin := self.options.get("from", "begin")) not in _BEGINS:
+            raise ConfigError(f"option from is one of {', '.join(_BEGINS)}, not {begin!r}")
         archive = self.options.get("archive")
         fail_on_loss = self.options.get("fail_on_loss", "true") != "false"
         return _Place(servers, dataset, Path(archive) if archive else None, fail_on_loss)
@@ -139,6 +142,11 @@ class DynamothSource(DataSource):
         """Return the reader of a range."""
         start, end = self.options.get("start"), self.options.get("end")
         place = self._place()
+        if place.dataset.kind == "static":
+            loads = self.options.get("loads")
+            return _LoadReader(place, Path(loads) if loads else None)
+        if not start and self.options.get("from") == "retained":
+            start = json.dumps({"offsets": place.retained()})
         until = (
             json.loads(end)["offsets"] if end else place.servers.tips({place.dataset.stream: place.dataset.partitions})
         )
@@ -172,68 +180,49 @@ class _Reader(DataSourceReader):
         return self._place.read(partition)
 
 
-class _StreamReader(DataSourceStreamReader):
-    """The offsets of a stream end with those of the latest tick that has passed.
+class _LoadReader(DataSourceReader):
+    """Reads a load of a static dataset: its copy, where there is a folder for those."""
 
-    Spark asks for them each second. Before the next tick it gets the same ones again, and does nothing. When executions
-    take longer than a period, the next window reaches to the latest tick, and covers those between.
-    """
+    def __init__(self, place: _Place, loads: Path | None) -> None:
+        self._place = place
+        self._loads = loads
+
+    def partitions(self) -> Sequence[InputPartition]:
+        servers, dataset = self._place.servers, self._place.dataset
+        if self._loads is not None:
+            parts = [_Copied(path) for path in LoadCopies(servers, self._loads).files(dataset)]
+            return parts or [_Range(0, 0, 0)]
+        end = load_offsets(servers, dataset) if dataset.loaded else {}
+        if end is None:
+            raise load_lost(dataset, "the option `loads` is missing")
+        return self._place.ranges({}, end) or [_Range(0, 0, 0)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return self._place.read(partition)
+
+
+class _StreamReader(DataSourceStreamReader):
+    """The offsets of a stream are the last ones of each partition: ``{"offsets": {"reports/0": 17}}``."""
 
     def __init__(self, place: _Place, options: Mapping[str, str]) -> None:
         self._place = place
-        self._period_ms = round(float(options.get("period_s", "0")) * 1000)
-        self._phase_ms = round(float(options.get("phase_s", "0")) * 1000)
-        self._is_from_now = options.get("from", "begin") == "now"
+        self._begin = options.get("from", "begin")
         self._start = options.get("start")
-        self._first_end = options.get("end")
-        catalog = place.servers.catalog()
-        others = [catalog.dataset(name) for name in options.get("also", "").split(",") if name]
-        known = [place.dataset, *(each for each in others if each is not None)]
-        self._counts = {each.stream: each.partitions for each in known if each.kind != "static"}
-        self._static = [each.name for each in known if each.kind == "static"]
+        self._counts = {place.dataset.stream: place.dataset.partitions}
 
     def initialOffset(self) -> dict[str, Any]:
         if self._start:
             return dict(json.loads(self._start))
-        tips = self._place.servers.tips(self._counts) if self._is_from_now else dict.fromkeys(self._names(), 0)
-        return self._sealed(self._tick_ms(), tips).to_json()
-
-    def _sealed(self, tick_ms: int, tips: Mapping[str, int]) -> Offsets:
-        """Return the end of a window, whose tips were read before."""
-        servers = self._place.servers
-        catalog = servers.catalog() if self._static else Catalog()
-        loaded = {name: catalog.datasets[name].loaded for name in self._static if name in catalog.datasets}
-        return Offsets(tick_ms, servers.now_ms(), tips, loaded)
-
-    def _names(self) -> list[str]:
-        return [f"{name}/{number}" for name, count in self._counts.items() for number in range(count)]
-
-    def _tick_ms(self) -> int:
-        now = int(time.time() * 1000)
-        if not self._period_ms:
-            return now
-        return (now - self._phase_ms) // self._period_ms * self._period_ms + self._phase_ms
+        if self._begin == "now":
+            return {"offsets": self._place.servers.tips(self._counts)}
+        if self._begin == "retained":
+            return {"offsets": self._place.retained()}
+        names = (partition_name(self._place.dataset.stream, each) for each in range(self._place.dataset.partitions))
+        return {"offsets": dict.fromkeys(names, 0)}
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
-        if self._first_end is not None:
-            first_end, self._first_end = json.loads(self._first_end), None
-            if first_end["tick_ms"] > start["tick_ms"]:
-                return dict(first_end)
-        tick_ms = self._tick_ms()
-        if tick_ms <= start["tick_ms"]:
-            return start
-        tips = self._place.servers.tips(self._counts)
-        before: dict[str, int] = start["offsets"]
-        own = f"{self._place.dataset.stream}/"
-        is_new = False
-        for name, tip in tips.items():
-            if tip < before.get(name, 0):
-                raise RecordsLost(
-                    f"partition {name} ends at offset {tip}, and was read up to {before[name]}: its log server has lost"
-                    " records. Restore the server, or `dynamoth query restart` to go on with what there is"
-                )
-            is_new |= name.startswith(own) and tip > before.get(name, 0)
-        return self._sealed(tick_ms, tips).to_json() if is_new else start
+        states = self._place.servers.states(self._counts)
+        return {"offsets": ends_of(states, start["offsets"], fail_on_loss=self._place.fail_on_loss)}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         return self._place.ranges(start["offsets"], end["offsets"]) or [_Range(0, 0, 0)]

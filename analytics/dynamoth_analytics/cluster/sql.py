@@ -48,12 +48,22 @@ class CompiledQuery:
 
     query: StandingQuery
     tree: exp.Select
+    #: The same without grids, for tables that are small.
+    exact_tree: exp.Select
     #: By which the rows of a result set are sorted first; then by all columns.
     order: tuple[Ordering, ...]
     #: What makes it slow.
     warnings: tuple[str, ...] = ()
 
-    def run(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> DataFrame:
+    def run(
+        self,
+        spark: SparkSession,
+        views: Mapping[str, DataFrame],
+        interests: DataFrame,
+        tick_ms: int,
+        *,
+        grids: bool = True,
+    ) -> DataFrame:
         """Return the result sets: columns interest, rows and result, a JSON array; none of interests without rows.
 
         Args:
@@ -61,9 +71,10 @@ class CompiledQuery:
             views: the rows of each dataset, by name.
             interests: the interest table.
             tick_ms: time of the execution.
+            grids: whether distances are joined by the cells of grids; else all pairs are compared.
 
         """
-        rows = spark.sql(self.sql(spark, views, interests, tick_ms))
+        rows = spark.sql(self.sql(spark, views, interests, tick_ms, grids=grids))
         columns = [name for name in rows.columns if name != INTEREST]
         found = self._sorted(columns) if self.order else F.array_sort(F.collect_list(_row(columns)))
         grouped = rows.groupBy(INTEREST).agg(found.alias("found"))
@@ -71,10 +82,19 @@ class CompiledQuery:
             F.col(INTEREST).alias("interest"), F.size("found").alias("rows"), F.to_json("found").alias("result")
         )
 
-    def sql(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> str:
+    def sql(
+        self,
+        spark: SparkSession,
+        views: Mapping[str, DataFrame],
+        interests: DataFrame,
+        tick_ms: int,
+        *,
+        grids: bool = True,
+    ) -> str:
         """Return the statement, over temporary views that are made."""
-        spatial.register(spark)
-        tree = self.tree.copy()
+        if grids:
+            spatial.register(spark)
+        tree = (self.tree if grids else self.exact_tree).copy()
         named = {**views, INTERESTS: interests}
         for name, rows in named.items():
             rows.createOrReplaceTempView(self._view(name))
@@ -122,7 +142,7 @@ def compile_query(query: StandingQuery, datasets: Mapping[str, Dataset]) -> Comp
     """Compile the SQL of a query. Raises ConfigError, which names cause and cure."""
     compiler = Compiler(query, datasets)
     compiler.compile()
-    return CompiledQuery(query, compiler.tree, compiler.order, tuple(compiler.warnings))
+    return CompiledQuery(query, compiler.tree, compiler.exact_tree, compiler.order, tuple(compiler.warnings))
 
 
 def _row(columns: Sequence[str]) -> Column:

@@ -20,7 +20,7 @@ from dynamoth.data.queries import BadParameters, StandingQuery
 from dynamoth.data.records import Record
 from dynamoth.edge.interests import query_interest
 from dynamoth.errors import ConfigError, MalformedMessage, printable
-from dynamoth_analytics.cluster.reading import OFFSET, to_batch
+from dynamoth_analytics.cluster.batches import OFFSET, to_batch
 from dynamoth_analytics.cluster.sql import compile_query, interest_schema, view_schema
 from dynamoth_analytics.files import arrow
 from dynamoth_analytics.session import check_session, open_session

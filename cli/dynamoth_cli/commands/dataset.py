@@ -14,6 +14,7 @@ from dynamoth.data.datasets import DEAD_SUFFIX, BadRecord, Dataset, write_datase
 from dynamoth.data.records import (
     RECORDS_PER_COMMAND_MAX,
     append_records_command,
+    finish_load_command,
     latest_command,
     parse_latest,
     parse_tip,
@@ -232,6 +233,7 @@ def _load_static(arguments: argparse.Namespace, before: Dataset) -> int:
             for begin in range(0, len(records), RECORDS_PER_COMMAND_MAX):
                 part = records[begin : begin + RECORDS_PER_COMMAND_MAX]
                 await links.command(server, append_records_command(dataset, number, part, ""), repeats=False)
+            await links.command(server, finish_load_command(name, len(records)), repeats=True)
         await put(links, dataset)
         old = [partition_name(before.stream, number) for number in range(before.partitions)]
         await run_all(

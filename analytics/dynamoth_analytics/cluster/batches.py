@@ -1,0 +1,148 @@
+"""Records as Arrow batches: what the archive has, and what Spark gets."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyarrow import json as arrow_json  # pyright: ignore[reportMissingTypeStubs]
+
+from dynamoth.data.datasets import Dataset, FieldType
+from dynamoth.data.records import Record
+from dynamoth_analytics.files import arrow, parquet
+
+ARROW_TYPES: dict[FieldType, Any] = {
+    "string": arrow.string(),
+    "int": arrow.int64(),
+    "float": arrow.float64(),
+    "bool": arrow.bool_(),
+    "timestamp": arrow.timestamp("us", tz="UTC"),
+}
+
+_STORED_TYPES = {**ARROW_TYPES, "timestamp": arrow.int64()}
+
+PARTITION, OFFSET, ARRIVED = "_partition", "_offset", "_arrived"
+
+ROW_GROUP_BYTES = 16 * 2**20
+ROW_GROUP_RECORDS = 50_000
+"""Most bytes in memory, and records, of a row group that is made of smaller ones or of pages. Readers hold one."""
+
+
+def record_schema(dataset: Dataset) -> Any:
+    """Return the Arrow schema of a dataset's records, with their partition, offset and time of arrival."""
+    fields = [arrow.field(field.name, ARROW_TYPES[field.type]) for field in dataset.fields]
+    return arrow.schema([
+        *fields, arrow.field(PARTITION, arrow.int32()), arrow.field(OFFSET, arrow.int64()),
+        arrow.field(ARRIVED, arrow.timestamp("us", tz="UTC")),
+    ])  # fmt: skip
+
+
+def to_batch(dataset: Dataset, partition: int, records: Sequence[Record]) -> Any:
+    """Return records as an Arrow batch of ``record_schema``."""
+    schema = record_schema(dataset)
+    stored = arrow.schema([arrow.field(field.name, _STORED_TYPES[field.type]) for field in dataset.fields])
+    lines = b"\n".join(record.value for record in records)
+    table = arrow_json.read_json(
+        io.BytesIO(lines),
+        read_options=arrow_json.ReadOptions(use_threads=False, block_size=max(len(lines) + 1, 1024)),
+        parse_options=arrow_json.ParseOptions(explicit_schema=stored, unexpected_field_behavior="ignore"),
+    ).combine_chunks()
+    columns = [
+        table.column(field.name).combine_chunks().cast(ARROW_TYPES[field.type], safe=False) for field in dataset.fields
+    ]
+    columns += [
+        arrow.array([partition] * len(records), arrow.int32()),
+        arrow.array([record.offset for record in records], arrow.int64()),
+        arrow.array([record.arrived_ms * 1000 for record in records], arrow.timestamp("us", tz="UTC")),
+    ]
+    return arrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def read_file(file: Any, dataset: Dataset, after: int, until: int) -> Iterator[Any]:
+    """Yield the records of an open Parquet file behind ``after`` and up to ``until``, one row group at a time.
+
+    Columns are those of the dataset: a field that is newer than the file has no values.
+    """
+    schema = record_schema(dataset)
+    for table in row_groups(file, after, until):
+        for missing in set(schema.names) - set(table.schema.names):
+            table = table.append_column(missing, arrow.nulls(len(table), schema.field(missing).type))
+        yield from table.select(schema.names).cast(schema).to_batches()
+
+
+def row_groups(file: Any, after: int, until: int) -> Iterator[Any]:
+    """Yield the row groups of an open Parquet file as tables, with the records behind ``after`` and up to ``until``."""
+    for number in range(file.num_row_groups):
+        first, last = _offsets_of(file.metadata.row_group(number), file.schema_arrow.names.index(OFFSET))
+        if last <= after or first > until:
+            continue
+        table = file.read_row_group(number)
+        if first <= after or last > until:
+            offsets = table.column(OFFSET).to_pylist()
+            table = table.filter(arrow.array([after < each <= until for each in offsets]))
+        yield table
+
+
+def _offsets_of(group: Any, column: int) -> tuple[int, int]:
+    """Return the first and last offset of a row group: the archive's files have statistics."""
+    statistics = group.column(column).statistics
+    return statistics.min, statistics.max
+
+
+def write_file(path: Path, schema: Any, tables: Iterator[Any]) -> None:
+    """Write tables to a Parquet file, which appears as a whole or not at all, and is on disk then. Raises OSError.
+
+    No more than one row group is held in memory, besides the table that comes next.
+    """
+    hidden = path.with_name(f".{path.stem}.tmp")
+    try:
+        with hidden.open("wb") as file:
+            with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+                for group in _grouped(tables):
+                    writer.write_table(group, row_group_size=ROW_GROUP_RECORDS)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.rename(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def _grouped(tables: Iterator[Any]) -> Iterator[Any]:
+    """Yield tables of one row group at most, or single larger ones."""
+    group: list[Any] = []
+    size = records = 0
+    for table in tables:
+        if group and (size + table.nbytes > ROW_GROUP_BYTES or records + len(table) > ROW_GROUP_RECORDS):
+            yield arrow.concat_tables(group)
+            group, size, records = [], 0, 0
+        group.append(table)
+        size, records = size + table.nbytes, records + len(table)
+    if group:
+        yield arrow.concat_tables(group)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, which appears as a whole or not at all, and is on disk then. Raises OSError."""
+    hidden = path.with_name(f".{path.name}.tmp")
+    with hidden.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""Executions whose data is gone: they fail, and go on where an operator says so, or where there is a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from dynamoth.data.datasets import Dataset
+from dynamoth.data.records import partition_keys, partition_name
+from dynamoth_analytics.cluster import executions
+from dynamoth_analytics.cluster.executions import QueryRunner
+from tests.data_cluster.world import STATIC, World, reports, until
+
+KEYED: dict[str, Any] = {"kind": "keyed", "key": "id", "id": "", "partitions": 1}
+
+FAILS = "cardinality(sequence(CAST(r.size AS int), 4, 1)) AS ok"  # of a size above 5 there is no such sequence
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams look for ticks often, and failures are tried again soon."""
+    monkeypatch.setattr(executions, "TRIGGER", "100 milliseconds")
+    monkeypatch.setattr(executions, "RETRY_S", 0.1)
+    monkeypatch.setattr(executions, "RETRY_S_MAX", 0.5)
+
+
+@pytest.fixture
+def run(driver: SparkSession, world: World) -> Callable[..., QueryRunner]:
+    """Makes the runner of a query, which has begun."""
+
+    def started(*datasets: Dataset, **settings: Any) -> QueryRunner:
+        runner = world.runner(world.context(driver), world.set_query(**settings), *datasets)
+        until(lambda: runner.status.state == "running", runner)
+        return runner
+
+    return started
+
+
+def forget(world: World, dataset: Dataset, number: int = 0, *, records_only: bool = False) -> None:
+    """Have a server lose a partition."""
+    name = partition_name(dataset.stream, number)
+    keys = partition_keys(name)
+    world.servers.run(world.servers.server_of(name), (b"DEL", *(keys[1:2] if records_only else keys)))
+
+
+def test_an_execution_that_is_repeated_after_its_load_has_expired_reads_the_same(
+    world: World, run: Callable[..., QueryRunner]
+) -> None:
+    dataset, shelters = world.set_dataset(), world.set_dataset("shelters", **STATIC, loaded=1)
+    world.load(shelters, {"id": "s1", "type": "fire"})
+    sql = (
+        f"SELECT r.id, s.id AS shelter, {FAILS} FROM reports r JOIN shelters s ON s.type = r.type WHERE r.type = :type"
+    )
+    interest = world.register("of_type", {"type": "fire"})
+    runner = run(dataset, shelters, reads=["shelters"], sql=sql)
+    try:
+        world.append(dataset, *reports("fire", "too long"))
+        until(lambda: runner.is_failing, runner)
+        newer = world.set_dataset("shelters", **STATIC, loaded=2, version=2)
+        world.load(newer, {"id": "s2", "type": "fire"})
+        for number in range(shelters.partitions):
+            forget(world, shelters, number)
+        runner.stop(10.0)
+        # The SQL has a bug, which is corrected: the window stays the same.
+        corrected = world.set_query(version=2, reads=["shelters"], sql=sql.replace("r.size AS int", "4 AS int"))
+        runner = world.runner(runner._context, corrected, dataset, newer)  # pyright: ignore[reportPrivateUsage]
+        until(lambda: world.ids(interest), runner)
+        world.append(dataset, *reports("fire", "next"))
+        until(lambda: len(world.ids(interest)) == 2, runner)
+    finally:
+        runner.stop(10.0)
+    assert [row["shelter"] for rows in world.rows(interest) for row in rows] == ["s1", "s2"]
+    assert [each["end"]["static"] for each in world.executions("of_type")] == [{"shelters": 1}, {"shelters": 2}]
+
+
+def test_a_query_that_reads_a_keyed_dataset_goes_on_behind_a_loss_when_it_is_restarted(
+    world: World, run: Callable[..., QueryRunner]
+) -> None:
+    dataset, users = world.set_dataset(), world.set_dataset("users", **KEYED)
+    sql = "SELECT r.id, u.size FROM reports r JOIN users u ON u.type = r.type WHERE r.type = :type"
+    interest = world.register("of_type", {"type": "fire"})
+    runner = run(dataset, users, reads=["users"], sql=sql)
+    try:
+        world.append(users, {"id": "ann", "type": "fire", "size": 1}, {"id": "bob", "type": "fire", "size": 2})
+        forget(world, users, records_only=True)
+        world.append(users, {"id": "eve", "type": "fire", "size": 3})
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: runner.is_failing, runner)
+        assert "no longer at Redis" in runner.status.reason
+        assert world.ids(interest) == []
+        runner.restart()
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: world.ids(interest), runner)
+    finally:
+        runner.stop(10.0)
+    assert world.rows(interest) == [[{"id": "b", "size": 3}]]
+
+
+def test_a_window_that_a_server_has_lost_is_not_executed_without_its_records(
+    world: World, run: Callable[..., QueryRunner]
+) -> None:
+    """Also when the server has new records meanwhile, which are far behind the window."""
+    dataset = world.set_dataset(partitions=1)
+    interest = world.register("of_type", {"type": "fire"})
+    runner = run(dataset, sql=f"SELECT r.id, {FAILS} FROM reports r WHERE r.type = :type")
+    try:
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(interest) == ["a"], runner)
+        world.append(dataset, *reports("fire", "too long", "b"))
+        until(lambda: runner.is_failing, runner)
+        forget(world, dataset)
+        world.append(dataset, *reports("fire", "c"))
+        until(lambda: "no longer at Redis" in runner.status.reason, runner)
+        assert world.ids(interest) == ["a"]
+        runner.restart()
+        world.append(dataset, *reports("fire", "d"))
+        until(lambda: len(world.ids(interest)) == 2, runner)
+    finally:
+        runner.stop(10.0)
+    assert world.ids(interest) == ["a", "d"]
