@@ -144,8 +144,8 @@ def _without_fraction(reply: Any, words: Sequence[bytes]) -> Any:
 def interests_of_the_tick() -> AbstractContextManager[None]:
     """An execution is about the interests that were registered before its tick."""
 
-    def seal(self: ModelQuery, tick_ms: int) -> Asking:
-        end = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": (yield from self._tips()), "static": {}}
+    def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
+        end = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": (yield from self._ends(before)), "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -155,9 +155,9 @@ def interests_of_the_tick() -> AbstractContextManager[None]:
 def sealed_before_it_ends() -> AbstractContextManager[None]:
     """A window is sealed first, and then the ends of partitions are read."""
 
-    def seal(self: ModelQuery, tick_ms: int) -> Asking:
+    def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
         sealed_ms = yield from self._now_ms()
-        end = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": (yield from self._tips()), "static": {}}
+        end = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": (yield from self._ends(before)), "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
