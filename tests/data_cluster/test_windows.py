@@ -50,7 +50,7 @@ def windows(world: World, **reads: Any) -> Windows:
 def test_a_window_ends_with_the_records_that_there_are(world: World) -> None:
     dataset = world.set_dataset()
     found = windows(world, shelters=STATIC | {"loaded": 7}, places={"kind": "keyed", "key": "id", "id": ""})
-    start = {"tick_ms": 0, "offsets": {}}
+    start: dict[str, Any] = {"tick_ms": 0, "offsets": {}}
     assert found.next_end(start) is None
     world.append(dataset, *reports("fire", "a"))
     before_ms = world.servers.now_ms()

@@ -116,7 +116,10 @@ def test_changes_are_read_from_both_ends_and_behind_an_id(server: EmbeddedRedis)
     def by_model(*commands: Command) -> list[Any]:
         return [model.execute("test", *map(_word, each)) for each in commands]
 
-    of_redis = names(lambda *commands: asyncio.run(query(address, *commands)))
+    def by_redis(*commands: Command) -> list[Any]:
+        return asyncio.run(query(address, *commands))
+
+    of_redis = names(by_redis)
     assert [row[:2] for row in of_redis] == [row[:2] for row in names(by_model)]
 
 

@@ -12,7 +12,7 @@ import dynamoth.data.executions
 import dynamoth.data.records
 import dynamoth.data.registrations
 import dynamoth_broker.records
-from dynamoth.data.executions import Checkpoint, Progress, Window, continuation, store_progress_command
+from dynamoth.data.executions import Checkpoint, Continuation, Progress, Window, continuation, store_progress_command
 from dynamoth.data.records import append_records_command
 from dynamoth.edge.log import append_many_command
 from dynamoth_broker.definitions import Definitions
@@ -145,7 +145,8 @@ def interests_of_the_tick() -> AbstractContextManager[None]:
     """An execution is about the interests that were registered before its tick."""
 
     def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
-        end = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": (yield from self._ends(before)), "static": {}}
+        ends = yield from self._ends(before)
+        end: dict[str, Any] = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": ends, "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -157,7 +158,8 @@ def sealed_before_it_ends() -> AbstractContextManager[None]:
 
     def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
         sealed_ms = yield from self._now_ms()
-        end = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": (yield from self._ends(before)), "static": {}}
+        ends = yield from self._ends(before)
+        end: dict[str, Any] = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": ends, "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -223,7 +225,11 @@ def unfinished_executions_are_skipped() -> AbstractContextManager[None]:
 
 def progress_is_not_read() -> AbstractContextManager[None]:
     """A data cluster without a checkpoint begins behind the records that there are."""
-    return replaced(dynamoth.data.executions, continuation=lambda progress: continuation(None))
+
+    def begin_now(_: Progress | None) -> Continuation:
+        return continuation(None)
+
+    return replaced(dynamoth.data.executions, continuation=begin_now)
 
 
 DATA_CHECKS: tuple[Check, ...] = (

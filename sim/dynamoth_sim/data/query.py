@@ -181,7 +181,8 @@ class ModelQuery:
     def _seal(self, tick_ms: int, before: Mapping[str, int]) -> Asking:
         """Read where partitions end, and then the clocks."""
         ends = yield from self._ends(before)
-        end = {"tick_ms": tick_ms, "sealed_ms": (yield from self._now_ms()), "offsets": ends, "static": {}}
+        sealed_ms = yield from self._now_ms()
+        end: dict[str, Any] = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": ends, "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -226,7 +227,7 @@ class ModelQuery:
         name, checkpoint = self._query.name, self._folder.read()
         progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
         last = max(progress.execution if progress else 0, checkpoint.last if checkpoint else 0)
-        end = {"tick_ms": 0, "offsets": (yield from self._tips())}
+        end: dict[str, Any] = {"tick_ms": 0, "offsets": (yield from self._tips())}
         window = Window(progress.window.end if progress else end, end)
         self._place.witness.skips(name, last + 1, window)
         yield from self._store_progress(Progress(last + 1, window, is_done=True))
