@@ -3,12 +3,13 @@
 Theory of operation
 -------------------
 A subscription to a query waits, before the log is read, until the interest is registered at the log's server: from then
-on each execution is for it, too. So whoever is confirmed misses nothing that is executed later.
+on each execution is for it, too. So whoever is confirmed misses nothing that is executed later. A user who shares the
+interest with others here need not wait.
 
 An interest that this broker has registered is renewed before its time is over, for as long as it has users. So it is
 when its log server comes back, and when its log is found to be lost: the server may have lost the interest, too. Until
-the server has answered, the interest does not count as registered. Interests without users are forgotten then, and
-registered for the next user. Nobody takes a registration back: it ends by itself, ``keep_s`` after the last renewal. So
+the server has answered, the interest does not count as registered. Nor does one without users: nobody would notice
+that its server has lost it. Nobody takes a registration back: it ends by itself, ``keep_s`` after the last renewal. So
 a user who moves or reconnects, or whose broker dies, finds it as it was.
 """
 
@@ -92,6 +93,8 @@ class Queries:
         keep_s = query.keep_s
         if subscription.position_key is not None:
             keep_s = max(keep_s, self._options.position_ttl_s)
+        if interest.users == 1:
+            self._renew_at.pop(interest.id, None)
         renew_at, kept_s = self._renew_at.get(interest.id, (0.0, 0.0))
         if now < renew_at and keep_s <= kept_s:
             subscription.awaits_registration = False

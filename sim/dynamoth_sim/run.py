@@ -101,8 +101,9 @@ def run_seed(seed: int, name: str | None = None) -> Outcome:
 
     Args:
         seed: determines everything that happens in it.
-        name: of a scenario (``scenarios.SCENARIOS``, ``edge.scenarios.EDGE_SCENARIOS``), or of a profile of faults
-            (``faults.PROFILES``, ``EDGE_PROFILES``) for a random world; None draws one of PROFILES from the seed.
+        name: of a scenario (``scenarios.SCENARIOS``, ``edge.scenarios.EDGE_SCENARIOS``,
+            ``data.scenarios.DATA_SCENARIOS``), or of a profile of faults (``faults.PROFILES``, ``EDGE_PROFILES``,
+            ``DATA_PROFILES``) for a random world; None draws one of PROFILES from the seed.
 
     Raises:
         KeyError: there is no scenario and no profile of this name.

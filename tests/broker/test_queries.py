@@ -200,6 +200,20 @@ def test_an_interest_without_users_is_registered_again_when_its_log_server_has_c
     assert [type(each) for each in frames(confirmed, 2)] == [Subscribed, MovedIn]
 
 
+def test_the_first_user_of_an_interest_waits_until_it_is_registered_again() -> None:
+    """While it had no users here, nobody would have noticed that its server has lost it."""
+    broker, register = joining()
+    opened(broker)
+    broker.tell(Replied(LOG, register.tag, 1))
+    broker.tell(Closed(1))
+    actions = broker.open(2, REQUEST, grant=ANN)
+    [again] = scripts(actions, REGISTER_SCRIPT)
+    assert only(Subscribed, frames(actions, 2)) == []
+    assert only(Subscribed, frames(broker.open(3, REQUEST, grant=ANN), 3)) == []
+    confirmed = broker.tell(Replied(LOG, again.tag, 0))
+    assert [type(each) for each in (*frames(confirmed, 2), *frames(confirmed, 3))] == [Subscribed, MovedIn] * 2
+
+
 def test_nobody_is_confirmed_until_a_log_server_that_has_come_back_has_registered_an_interest_again() -> None:
     broker, register = joining()
     opened(broker)

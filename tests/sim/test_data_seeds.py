@@ -12,7 +12,7 @@ from dynamoth_sim.mutations.mutation import Check
 from dynamoth_sim.run import run_and_report, run_seed
 from tests.sim.seeds import first_seed
 
-COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "60")) // 20
+COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "60")) // 30
 """Of each profile. ``make exhaustive`` runs more of them."""
 
 MUTATED_SEEDS = range(1, 13)

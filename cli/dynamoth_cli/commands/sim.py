@@ -6,6 +6,8 @@ import argparse
 import sys
 
 from dynamoth_cli.numbers import count_up_to
+from dynamoth_sim.data.run import DATA_PROFILES
+from dynamoth_sim.data.scenarios import DATA_SCENARIOS
 from dynamoth_sim.edge.run import EDGE_PROFILES
 from dynamoth_sim.edge.scenarios import EDGE_SCENARIOS
 from dynamoth_sim.faults.profiles import PROFILES
@@ -17,13 +19,13 @@ JOBS_MAX = 1024
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    profiles = (*PROFILES, *EDGE_PROFILES)
+    profiles = (*PROFILES, *EDGE_PROFILES, *DATA_PROFILES)
     parser.add_argument(
         "--seeds", type=_seeds, required=True, metavar="A-B", help="seeds from A to B, both included, or one seed"
     )
     parser.add_argument(
         "--scenario",
-        choices=[*SCENARIOS, *EDGE_SCENARIOS, *profiles],
+        choices=[*SCENARIOS, *EDGE_SCENARIOS, *DATA_SCENARIOS, *profiles],
         metavar="NAME",
         help=f"a scenario, or a profile of faults: {', '.join(profiles)} (default: a profile drawn from each seed). An"
         " unknown name lists all scenarios",

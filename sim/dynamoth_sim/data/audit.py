@@ -16,8 +16,9 @@ name, and at what users receive. ``Violation.guarantee`` is one of these:
 * D5, nothing else: a result set has records that match, and none of a window that was sealed before the interest was
   asked for. A new user gets none of an execution that was done ``LATE_S`` before it asked.
 
-A record that its server has lost is due to nobody, where ``records_may_be_lost``. Gaps are allowed where
-``gaps_allowed``, and for who was away for longer than interests are kept, until :meth:`calm`.
+A record that its server has lost is due to nobody, where ``records_may_be_lost``. Nor is one of a window that was
+skipped: where records that were executed are lost, an operator has the query go on behind what there is. Gaps are
+allowed where ``gaps_allowed``, and for who was away for longer than interests are kept, until :meth:`calm`.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class _Execution:
     end: Mapping[str, int]
     sealed_at: float
     done_at: float = FAR
+    #: Whether its records were given up: the server had lost some.
+    is_skipped: bool = False
     #: The content by interest.
     results: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -145,6 +148,8 @@ class DataAudit:
         self._calm_at = FAR
         self.violations: list[Violation] = []
         self.totals = Totals()
+        #: How often the records of a window were given up.
+        self.skipped = 0
         self.records: dict[str, ReportedRecord] = {}
         self._open: dict[tuple[str, str], _Subscription] = {}
         self._all: list[_Subscription] = []
@@ -290,12 +295,20 @@ class DataAudit:
         start, end = window.start["offsets"], window.end["offsets"]
         executions = self._executions.setdefault(query, {})
         known = executions.get(execution)
-        if known is None:
+        if known is None or known.is_skipped:  # who was to skip it died before that was stored
             sealed_at = self._sealed.get((query, json.dumps(window.end, sort_keys=True)), FAR)
             executions[execution] = _Execution(dict(start), dict(end), sealed_at)
         elif (known.start, known.end) != (start, end):
             text = f"{query}, execution {execution} has two windows: {known.start} to {known.end}, {start} to {end}"
             self._violate("D3", text)
+
+    def skips(self, query: str, execution: int, window: Window) -> None:
+        """Note that the records of a window are about to be given up; others have its number if that is not stored."""
+        if not self._records_may_be_lost:
+            self._violate("D4", f"{query}, execution {execution}: records are given up, and none were lost")
+        self.skipped += 1
+        start, end = dict(window.start["offsets"]), dict(window.end["offsets"])
+        self._executions.setdefault(query, {})[execution] = _Execution(start, end, FAR, is_skipped=True)
 
     def executed(self, query: str, execution: int, now: float) -> None:
         """Note that an execution is done."""
@@ -336,10 +349,12 @@ class DataAudit:
         return stored
 
     def _windows(self, query: str) -> list[tuple[int, _Execution]]:
-        """Return the executions in order; each begins where the one before has ended."""
+        """Return the executions in order; each begins where the one before has ended. What was skipped begins there."""
         windows = sorted(self._executions.get(query, {}).items())
         for (number, before), (next_number, after) in pairwise(windows):
-            if next_number != number + 1 or after.start != before.end:
+            if after.is_skipped:
+                after.start = before.end
+            elif next_number != number + 1 or after.start != before.end:
                 text = (
                     f"{query}: execution {next_number} begins at {after.start}, and {number} has ended at {before.end}"
                 )
@@ -363,6 +378,13 @@ class DataAudit:
                 self._violate("D4", f"{query}: record {id_} at {partition, offset} is in the windows {numbers}")
         return found
 
+    def _is_given_up(self, query: str, execution: int) -> bool:
+        """Tell whether an execution was skipped, or was given up unfinished as the next one was skipped."""
+        known = [self._executions[query].get(each) for each in (execution, execution + 1)]
+        first, second = (each is not None and each.is_skipped for each in known)
+        unfinished = known[0] is not None and known[0].done_at == FAR
+        return first or (second and unfinished)
+
     def _check_missing(
         self, subscription: _Subscription, stored: Mapping[str, Any], executed_in: Mapping[str, int]
     ) -> None:
@@ -379,6 +401,8 @@ class DataAudit:
             if record.id in subscription.records:
                 continue
             execution = executed_in.get(record.id, 0)
+            if record.began_at < self._calm_at and self._is_given_up(interest.name, execution):
+                continue
             if record.began_at < self._calm_at and subscription.covers(execution, record.began_at):
                 self.totals.covered_losses += 1
                 continue

@@ -56,7 +56,14 @@ def lost_interests_are_not_registered() -> AbstractContextManager[None]:
 
 def interests_without_users_count() -> AbstractContextManager[None]:
     """A broker takes interests without users for registered, though their log server may have lost them."""
-    on_log_up = Queries.on_log_up
+    found, on_log_up = Queries._found, Queries.on_log_up
+
+    def go_on(self: Queries, subscription: Any, query: Any, now: float) -> list[Any]:
+        renew_at, _ = self._renew_at.get(subscription.interest.id, (0.0, 0.0))
+        if now >= renew_at:
+            return found(self, subscription, query, now)
+        subscription.awaits_registration = False
+        return self._delivery.begin(subscription, now)
 
     def keep(self: Queries, server: str, now: float) -> list[Any]:
         before = dict(self._renew_at)
@@ -64,7 +71,7 @@ def interests_without_users_count() -> AbstractContextManager[None]:
         self._renew_at = {**before, **self._renew_at}
         return actions
 
-    return replaced(Queries, on_log_up=keep)
+    return replaced(Queries, _found=go_on, on_log_up=keep)
 
 
 def lost_logs_tell_nothing_of_interests() -> AbstractContextManager[None]:
@@ -137,8 +144,8 @@ def _without_fraction(reply: Any, words: Sequence[bytes]) -> Any:
 def interests_of_the_tick() -> AbstractContextManager[None]:
     """An execution is about the interests that were registered before its tick."""
 
-    def seal(self: ModelQuery, tick_ms: int) -> Asking:
-        end = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": (yield from self._tips()), "static": {}}
+    def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
+        end = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": (yield from self._ends(before)), "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -148,9 +155,9 @@ def interests_of_the_tick() -> AbstractContextManager[None]:
 def sealed_before_it_ends() -> AbstractContextManager[None]:
     """A window is sealed first, and then the ends of partitions are read."""
 
-    def seal(self: ModelQuery, tick_ms: int) -> Asking:
+    def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
         sealed_ms = yield from self._now_ms()
-        end = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": (yield from self._tips()), "static": {}}
+        end = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": (yield from self._ends(before)), "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -228,6 +235,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-definition-is-elsewhere", one_server_knows_definitions, "B1"),
     Check("data-log-server-loses-interests", lost_interests_are_not_registered, "D1"),
     Check("data-log-server-loses-interests-without-users", interests_without_users_count, "D1"),
+    Check("data-keys-are-deleted-without-users", interests_without_users_count, "D1"),
     Check("data-keys-are-deleted-twice", offsets_begin_with_seconds, "expected"),
     Check("data-keys-are-deleted-twice", lost_logs_tell_nothing_of_interests, "expected"),
     Check("data-answer-is-lost", records_come_twice, "D2"),

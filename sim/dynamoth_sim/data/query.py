@@ -1,7 +1,8 @@
 """One query in the model of the data cluster: windows, progress and result sets, without Spark.
 
-It does what ``source.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the same order and with
-the same commands. Its SQL is one line: the records whose ``type`` is the parameter of that name.
+It does what ``windows.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the same order and with
+the same commands. There is no archive: what a log server has lost is gone, and an operator has the query go on. Its SQL
+is one line: the records whose ``type`` is the parameter of that name.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import (
     Record,
     parse_records,
+    parse_state,
     parse_tip,
     partition_name,
     partition_server,
     range_command,
+    state_command,
     tip_command,
 )
 from dynamoth.data.results import result_payload
@@ -71,9 +74,13 @@ class Witness(Protocol):
         """Note that an execution is done."""
         ...
 
+    def skips(self, query: str, execution: int, window: Window) -> None:
+        """Note that the records of a window are about to be given up, as an operator has ordered."""
+        ...
+
 
 class _RecordsLost(Exception):
-    """Raised when a partition ends before records that were executed: its server has lost some."""
+    """Raised when a log server has lost records that were executed, or have to be."""
 
 
 @dataclass(slots=True)
@@ -109,14 +116,20 @@ class ModelQuery:
         self._table = ModelTable(place.servers, query)
         self._progress: Progress | None = None
         self._first_end: Offsets | None = None
+        #: Whether an operator has ordered to go on behind all records that there are.
+        self._is_to_restart = False
 
     def run(self) -> Task:
         """Execute, and begin again after each failure."""
         while True:
             try:
+                if self._is_to_restart:
+                    yield from self._restart()
                 yield from self._stream()
-            except (ServerFailed, _RecordsLost) as error:
+            except ServerFailed as error:
                 self._end_if_fenced(error)
+            except _RecordsLost:
+                self._is_to_restart = True
             yield Sleep(self._place.machine.now + RETRY_S)
 
     @staticmethod
@@ -159,20 +172,32 @@ class ModelQuery:
         while True:
             tick_ms = int(self._place.machine.now * 1000) // self._period_ms * self._period_ms
             if tick_ms > start["tick_ms"]:
-                end = yield from self._seal(tick_ms)
                 before: Mapping[str, int] = start["offsets"]
-                if any(tip < before.get(name, 0) for name, tip in end["offsets"].items()):
-                    raise _RecordsLost
-                if any(tip > before.get(name, 0) for name, tip in end["offsets"].items()):
+                end = yield from self._seal(tick_ms, before)
+                if any(last > before.get(name, 0) for name, last in end["offsets"].items()):
                     return end
             yield Sleep(self._place.machine.now + POLL_S)
 
-    def _seal(self, tick_ms: int) -> Asking:
+    def _seal(self, tick_ms: int, before: Mapping[str, int]) -> Asking:
         """Read where partitions end, and then the clocks."""
-        tips = yield from self._tips()
-        end = {"tick_ms": tick_ms, "sealed_ms": (yield from self._now_ms()), "offsets": tips, "static": {}}
+        ends = yield from self._ends(before)
+        end = {"tick_ms": tick_ms, "sealed_ms": (yield from self._now_ms()), "offsets": ends, "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
+
+    def _ends(self, before: Mapping[str, int]) -> Asking:
+        """Return where partitions end, of which everything up to ``before`` was executed. Raises _RecordsLost."""
+        ends: dict[str, int] = {}
+        for name in self._partitions():
+            state = yield from self._state(name)
+            last = before.get(name, 0)
+            if state.has_forgotten(last):
+                raise _RecordsLost
+            ends[name] = max(last, state.offset)
+        return ends
+
+    def _state(self, name: str) -> Asking:
+        return parse_state((yield from ask(partition_server(name, self._place.servers), *state_command(name))))
 
     def _tips(self) -> Asking:
         tips: dict[str, int] = {}
@@ -195,6 +220,17 @@ class ModelQuery:
     def _ask_own(self, *command: Any) -> Asking:
         """Ask the server that has the progress of the query."""
         return (yield from ask(executions_server(self._query.name, self._place.servers), *command))
+
+    def _restart(self) -> Asking:
+        """Go on behind all records that there are. What is given up is an execution without results."""
+        name, checkpoint = self._query.name, self._folder.read()
+        progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
+        last = max(progress.execution if progress else 0, checkpoint.last if checkpoint else 0)
+        end = {"tick_ms": 0, "offsets": (yield from self._tips())}
+        window = Window(progress.window.end if progress else end, end)
+        self._place.witness.skips(name, last + 1, window)
+        yield from self._store_progress(Progress(last + 1, window, is_done=True))
+        self._is_to_restart = False
 
     # An execution.
 
@@ -224,14 +260,26 @@ class ModelQuery:
     def _read(self, window: Window) -> Asking:
         records: list[Record] = []
         for name in self._partitions():
-            position, until = window.start["offsets"].get(name, 0), window.end["offsets"].get(name, 0)
-            while position < until:
-                command = range_command(name, position, until, RECORDS_PER_READ)
-                page = parse_records((yield from ask(partition_server(name, self._place.servers), *command)))
-                if not page:
-                    break
-                records += page
-                position = page[-1].offset
+            after, until = window.start["offsets"].get(name, 0), window.end["offsets"].get(name, 0)
+            records += yield from self._read_range(name, after, until)
+        return records
+
+    def _read_range(self, name: str, after: int, until: int) -> Asking:
+        """Return the records of a partition. Raises _RecordsLost where some are missing."""
+        records: list[Record] = []
+        position = after
+        while position < until:
+            command = range_command(name, position, until, RECORDS_PER_READ)
+            page = parse_records((yield from ask(partition_server(name, self._place.servers), *command)))
+            if not page:
+                raise _RecordsLost  # there was a record at the end
+            for record in page:
+                if record.offset > position + 1:
+                    state = yield from self._state(name)
+                    if state.given(position, record.offset - 1):
+                        raise _RecordsLost
+                position = record.offset
+            records += page
         return records
 
     def _payloads(self, records: Sequence[Record], execution: int, end: Offsets) -> list[tuple[str, bytes]]:

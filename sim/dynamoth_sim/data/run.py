@@ -54,7 +54,8 @@ class DataProfile(EdgeProfile):
     data: DataOptions = field(default_factory=DataOptions)
 
 
-KILLS = ("kill cluster", "kill cluster", "kill cluster", "cut cluster", "slow cluster")
+KILLS = ("kill cluster", "kill cluster", "kill cluster", "cut cluster", "slow cluster", "slow log")
+TAKE_OVERS = ("take over", "old folder")
 
 DATA_PROFILES: dict[str, DataProfile] = {
     profile.name: profile
@@ -68,17 +69,27 @@ DATA_PROFILES: dict[str, DataProfile] = {
         DataProfile(
             name="data-crashes",
             servers=2,
-            faults=(*PLANNED, *CRASHES, *KILLS, "take over", "old folder", "away"),
+            faults=(*PLANNED, *CRASHES, *KILLS, *TAKE_OVERS, "away"),
             losses_allowed=True,
             edge=data_edge(),
         ),
+        # Log servers restart, and lose nothing.
         DataProfile(
             name="data-durable",
             servers=2,
-            faults=(*PLANNED, *CRASHES, *KILLS, "take over", "old folder", "stop log", "stop log"),
+            faults=(*PLANNED, *CRASHES, *KILLS, *TAKE_OVERS, "stop log", "stop log", "pause broker", "slow user"),
             losses_allowed=True,
             edge=data_edge(logs_are_durable=True),
         ),
+        # They restart, and nobody knows that they have lost nothing: logs begin again.
+        DataProfile(
+            name="data-restarts",
+            servers=2,
+            faults=(*PLANNED, *CRASHES, *KILLS, *TAKE_OVERS, "stop log", "away"),
+            losses_allowed=True,
+            edge=data_edge(logs_may_fail=True),
+        ),
+        # They lose records, interests and progress. Nobody takes over: of progress and disk, one is left.
         DataProfile(
             name="data-logs",
             servers=2,

@@ -52,7 +52,7 @@ def registered_in_a_window(stage: DataStage) -> None:
     stage.report(ALERTS_A)
     stage.run_executions()
     stage.report(ALERTS_A)
-    stage.wait_tip_asked(stage.data.current, ALERTS)
+    stage.wait_end_asked(stage.data.current, ALERTS)
     with stage.held("dc1", server.id, to_server=True):
         user = stage.query_user("U", ALERTS_B)
         stage.report(ALERTS_B)
@@ -166,7 +166,10 @@ def record_is_lost(stage: DataStage) -> None:
 
 
 def keys_are_deleted_twice(stage: DataStage) -> None:
-    """All keys are deleted, and again within a second: b1 registers U again, and no offset is given twice."""
+    """All keys are deleted, and again within a second: b1 registers U again, and no offset is given twice.
+
+    So the data cluster sees the second loss, though there is a new record already.
+    """
     user = stage.query_user("U", ALERTS_A)
     stage.report(query_interest("alerts_of", {"type": "c"}))  # so b3 knows the dataset
     stage.run(1.0 - stage.world.now % 1.0)
@@ -174,10 +177,28 @@ def keys_are_deleted_twice(stage: DataStage) -> None:
     stage.wait("U's interest is registered", lambda: bool(stage.log_of(ALERTS_A).hash(INTERESTS)), 0.6)
     stage.report(ALERTS_A)
     stage.wait("U has the record", lambda: stage.delivered(user) == 1)
+    audit, skipped = stage.data.data_audit, stage.data.data_audit.skipped
     _delete_keys(stage)
+    stage.report(ALERTS_A)
+    stage.wait("the data cluster finds that records are lost", lambda: audit.skipped > skipped)
+    stage.run(AT_ONCE_S)
     stage.report(ALERTS_A)
     stage.wait("U has the next one", lambda: stage.delivered(user) == 2)
     stage.run_executions()
+
+
+def keys_are_deleted_without_users(stage: DataStage) -> None:
+    """All keys are deleted while b1 has no users of an interest: it registers the interest for the next one."""
+    stage.query_user("V", ALERTS_B, ALERTS_A).leave(ALERTS_A)
+    stage.run(1.1 * SHORT_BROKER_OPTIONS.linger_s)
+    stage.data.current.kill()
+    _delete_keys(stage)
+    stage.data.register()
+    stage.start_data_cluster(stage.data.current)
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 1)
 
 
 def _delete_keys(stage: DataStage) -> None:
@@ -260,6 +281,9 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
     ),
     "data-dies-after-appending": DataScenario(dies_after_appending, edge=data_edge()),
     "data-hangs-while-appending": DataScenario(hangs_while_appending, edge=data_edge()),
+    "data-keys-are-deleted-without-users": DataScenario(
+        keys_are_deleted_without_users, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
+    ),
     "data-log-server-loses-interests": DataScenario(
         log_server_loses_interests, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dynamoth.data.records import partition_server, tip_command
+from dynamoth.data.records import partition_server, state_command
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth.edge.log import APPEND_MANY_SCRIPT
 from dynamoth_sim.audit import Violation
@@ -107,9 +107,9 @@ class DataStage(EdgeStage):
 
         self.expect(f"{app.name} asks {what}", self.world.run_until_true(is_asked, self.world.now + 3.0, poll_s=0.0001))
 
-    def wait_tip_asked(self, app: DataClusterApp, partition: str) -> None:
+    def wait_end_asked(self, app: DataClusterApp, partition: str) -> None:
         """Wait until a data cluster asks where a partition ends."""
-        self.wait_asked(app, f"for the tip of {partition}", lambda command: command == tip_command(partition))
+        self.wait_asked(app, f"where {partition} ends", lambda command: command == state_command(partition))
 
     def wait_appending(self, app: DataClusterApp) -> None:
         """Wait until a data cluster appends result sets."""
