@@ -21,8 +21,7 @@ FAILS = "cardinality(sequence(CAST(r.size AS int), 4, 1)) AS ok"  # of a size ab
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams look for ticks often, and failures are tried again soon."""
-    monkeypatch.setattr(executions, "TRIGGER", "100 milliseconds")
+    """Failures are tried again soon."""
     monkeypatch.setattr(executions, "RETRY_S", 0.1)
     monkeypatch.setattr(executions, "RETRY_S_MAX", 0.5)
 

@@ -9,16 +9,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.executions import TERM_KEY, executions_server, restart_key
-from dynamoth_analytics.cluster import executions
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner, TakenOver
 from tests.data_cluster.world import STATIC, World, reports, until
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams look for ticks often."""
-    monkeypatch.setattr(executions, "TRIGGER", "100 milliseconds")
 
 
 @contextmanager
