@@ -185,7 +185,7 @@ def audit(options: argparse.Namespace) -> dict[str, Any]:
         "delivered": user_judge.totals.delivered,
         "gaps": user_judge.totals.gaps,
         "missed_in_gaps": user_judge.totals.missed_in_gaps,
-        "latency_s": _latencies(journals, interests, queries),
+        "latency_s": _latencies(journals, interests, queries, options.outages),
         "faults": faults.count,
         "texts": faults.texts,
     }
@@ -196,24 +196,35 @@ def _latencies(
     journals: Sequence[Sequence[Mapping[str, Any]]],
     interests: Iterable[tuple[Interest, Log]],
     queries: Mapping[str, Any],
+    outages: Sequence[tuple[float, float]],
 ) -> dict[str, Any]:
-    """Return the time from a report to the handler by the period of queries, in seconds."""
+    """Return the time from a report to the handler by the period of queries, in seconds.
+
+    Reports of an outage, and those of the period before it, which were not executed yet, count apart.
+    """
     names = {interest.id: interest.query for interest, _ in interests}
-    by_period: dict[int, list[float]] = defaultdict(list)
+    by_period: dict[tuple[int, bool], list[float]] = defaultdict(list)
     for entries in journals:
         for query, values in latencies_ms(entries, names).items():
-            by_period[queries[query]["period_s"]] += values
+            period_s: int = queries[query]["period_s"]
+            for at_ms, latency_ms in values:
+                is_outage = any(begin - period_s <= at_ms / 1000 <= end for begin, end in outages)
+                by_period[period_s, is_outage].append(latency_ms)
     figures: dict[str, Any] = {}
-    for period_s, values in sorted(by_period.items()):
+    for (period_s, is_outage), values in sorted(by_period.items()):
         ordered = sorted(values)
-        if ordered:
-            figures[str(period_s)] = {
-                "count": len(ordered),
-                "p50": round(quantile(ordered, 0.5) / 1000, 2),
-                "p99": round(quantile(ordered, 0.99) / 1000, 2),
-                "max": round(ordered[-1] / 1000, 2),
-            }
+        figures[f"{period_s} s" + ", outages" * is_outage] = {
+            "count": len(ordered),
+            "p50": round(quantile(ordered, 0.5) / 1000, 2),
+            "p99": round(quantile(ordered, 0.99) / 1000, 2),
+            "max": round(ordered[-1] / 1000, 2),
+        }
     return figures
+
+
+def _read_outage(text: str) -> tuple[float, float]:
+    begin, _, end = text.partition(":")
+    return float(begin), float(end)
 
 
 def show(summary: Mapping[str, Any]) -> None:
@@ -224,9 +235,9 @@ def show(summary: Mapping[str, Any]) -> None:
         values = value.items() if isinstance(value, Mapping) else [("", value)]
         shown = ", ".join(f"{key} {count:,}".strip() for key, count in values)
         print(f"  {name.replace('_', ' '):16} {shown}")
-    for period_s, figures in summary["latency_s"].items():
+    for name, figures in summary["latency_s"].items():
         print(
-            f"  report to handler, queries of {period_s} s: p50 {figures['p50']} s, p99 {figures['p99']} s,"
+            f"  report to handler, queries of {name}: p50 {figures['p50']} s, p99 {figures['p99']} s,"
             f" at most {figures['max']} s ({figures['count']:,} deliveries)"
         )
     for text in summary["texts"][:SHOWN_FAULTS]:
@@ -242,6 +253,10 @@ def main() -> int:
     parser.add_argument("--shelters", type=Path, required=True, help="the file that was loaded")
     parser.add_argument("--journals", type=Path, required=True, help="folder of citizens*.jsonl, reporters*.jsonl")
     parser.add_argument("--definitions", type=Path, nargs="+", default=[DEFINITIONS], metavar="FILE")
+    parser.add_argument(
+        "--outages", type=_read_outage, nargs="*", default=[], metavar="BEGIN:END",
+        help="when the data cluster did not run, or caught up, in s since 1970: latencies of then are shown apart",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     summary = audit(options)

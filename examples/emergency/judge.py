@@ -309,8 +309,10 @@ def judge_locations(history: History, journal: Iterable[Mapping[str, Any]], faul
 # Time.
 
 
-def latencies_ms(entries: Iterable[Mapping[str, Any]], queries: Mapping[str, str]) -> dict[str, list[float]]:
-    """Return, by query, the times between a report and the handler of each user who got it.
+def latencies_ms(
+    entries: Iterable[Mapping[str, Any]], queries: Mapping[str, str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return, by query, when a report was made, and the time from then to the handler of each user who got it.
 
     What a user got late after an absence is left out.
 
@@ -319,7 +321,7 @@ def latencies_ms(entries: Iterable[Mapping[str, Any]], queries: Mapping[str, str
         queries: of interests, by id.
 
     """
-    found: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     known: dict[tuple[str, int], tuple[int, list[int]]] = {}
     back_ms: dict[str, float] = {}
     for entry in entries:
@@ -334,7 +336,7 @@ def latencies_ms(entries: Iterable[Mapping[str, Any]], queries: Mapping[str, str
             known[place] = to_ms(result["until"]), times
         until_ms, times = known.get(place, (0, []))
         if until_ms >= back_ms.get(entry["user"], 0.0):
-            found[queries[entry["interest"]]] += [entry["at"] * 1000 - at for at in times]
+            found[queries[entry["interest"]]] += [(at, entry["at"] * 1000 - at) for at in times]
     return found
 
 

@@ -27,11 +27,13 @@ def test_what_runs_follows_the_catalog(driver: SparkSession, world: World) -> No
     dataset, interest = world.set_dataset(), world.register("of_type", {"type": "fire"})
     world.set_query()
     world.set_query("lost", on="nowhere", sql="SELECT n.id FROM nowhere n WHERE n.type = :type")
+    world.set_query("unknown", sql="SELECT no_function(r.id) AS id FROM reports r WHERE r.type = :type")
     with data_cluster(driver, world) as cluster:
         assert not cluster.has_begun
         cluster.look()
         assert [*cluster.queries()] == ["of_type"]
         assert "nowhere" in cluster.refused["lost"]
+        assert "no_function" in cluster.refused["unknown"]
         refused = world.status("lost")
         assert refused is not None
         assert (refused.state, refused.reason) == ("refused", cluster.refused["lost"])

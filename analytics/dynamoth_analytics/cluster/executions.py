@@ -163,6 +163,7 @@ class QueryRunner:
         self.datasets = dict(datasets)
         self._context = context
         self._compiled = compile_query(query, datasets)
+        self._compiled.check(context.spark, datasets)
         on, *reads = (self.datasets[name] for name in (query.on, *query.reads))
         self._windows = Windows(context.servers, on, reads, Ticks(query.period_s, phase_s))
         self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)

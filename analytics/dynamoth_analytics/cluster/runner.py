@@ -57,6 +57,8 @@ class ClusterRunner:
         self.archiver = Archiver(servers, folder / "archive")
         #: Why queries cannot be executed, by name.
         self.refused: dict[str, str] = {}
+        #: Their definitions, and those of their datasets: they are not tried again before these change.
+        self._refused_definitions: dict[str, _Definitions] = {}
         self._spark = spark
         self._servers = servers
         self._logs = logs
@@ -216,13 +218,17 @@ class ClusterRunner:
         spread = phases({name: query.period_s for name, query in catalog.queries.items()})
         for name, query in catalog.queries.items():
             self._ended.discard(name)
-            if name in self._runners:
+            datasets = _datasets(catalog, query)
+            definitions = (query, _comparable(datasets))
+            if name in self._runners or self._refused_definitions.get(name) == definitions:
                 continue
             try:
-                self._runners[name] = QueryRunner(context, query, _datasets(catalog, query), spread[name])
+                self._runners[name] = QueryRunner(context, query, datasets, spread[name])
                 self.refused.pop(name, None)
+                self._refused_definitions.pop(name, None)
             except ConfigError as error:
                 self._refuse(context, name, query.version, str(error))
+                self._refused_definitions[name] = definitions
         for name, fault in catalog.faults.items():
             if name not in catalog.datasets and name not in catalog.queries:
                 self._refuse(context, name, 0, fault)
@@ -247,6 +253,8 @@ class ClusterRunner:
                 found |= {name for name, reply in zip(names, replies, strict=True) if reply is not None}
         return found
 
+
+_Definitions = tuple[StandingQuery, dict[str, Dataset]]
 
 _AGAIN = "this process ends, and is to be started again; queries go on where they were"
 

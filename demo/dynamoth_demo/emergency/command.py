@@ -121,6 +121,9 @@ class _Demo:
         self._folder = folder
         self._examples = examples_folder()
         self._definitions = [self._examples / "emergency" / "emergency.toml", HURRIED]
+        read = [tomllib.loads(file.read_text()) for file in self._definitions]
+        self._queries = [name for each in read for name in each["queries"]]
+        self._partitions = {"reports": int(read[0]["datasets"]["reports"]["partitions"])}
         self._journals = folder / "journals"
         self._journals.mkdir()
         self._keys = folder / "keys.json"
@@ -130,6 +133,10 @@ class _Demo:
         self._servers = Servers(stack, folder, self._keys, arguments.brokers, f"http://127.0.0.1:{self._page_port}")
         self._citizens: list[_Citizens] = []
         self._begin_s = 0.0
+        #: When the data cluster did not run, or caught up after that: begin and end, in s since 1970.
+        self._outages: list[tuple[float, float]] = []
+        #: When it was killed last, and where the reports ended then; None: it has caught up since.
+        self._killed: tuple[float, dict[str, int]] | None = None
 
     def _prepare(self) -> None:
         """Make keys and shelters."""
@@ -222,6 +229,8 @@ class _Demo:
         self._wait_until(1.0)
 
     def _restart_data_cluster(self) -> None:
+        self._note_recovery()
+        self._killed = self._killed or (time.time(), self._servers.tips(self._partitions))
         self._servers.data_cluster.kill()
         self._servers.data_cluster.start()
 
@@ -242,8 +251,15 @@ class _Demo:
             time.sleep(min(SHOW_S, left_s))
             self._show()
 
+    def _note_recovery(self) -> None:
+        """Note when every query has executed what there was when the data cluster was killed."""
+        if self._killed is not None and not any(self._servers.behind(self._queries, self._killed[1])):
+            self._outages.append((self._killed[0], time.time()))
+            self._killed = None
+
     def _show(self) -> None:
         self._servers.check()
+        self._note_recovery()
         for each in self._citizens:
             if each.child.ended_by_itself:
                 raise each.child.failure()
@@ -266,17 +282,14 @@ class _Demo:
 
     def _catch_up(self) -> None:
         """Wait until every report was in an execution of each query."""
-        queries: dict[str, Any] = {}
-        for file in self._definitions:
-            queries |= tomllib.loads(file.read_text())["queries"]
-        datasets = tomllib.loads(self._definitions[0].read_text())["datasets"]
-        partitions = {"reports": datasets["reports"]["partitions"]}
         end = time.monotonic() + CATCH_UP_S
-        while behind := list(self._servers.behind(queries, partitions)):
+        tips = self._servers.tips(self._partitions)
+        while behind := list(self._servers.behind(self._queries, tips)):
             if time.monotonic() > end:
                 raise DemoFailed(f"after {CATCH_UP_S:g} s these queries are still behind: {', '.join(behind)}")
             time.sleep(SHOW_S)
             self._show()
+        self._note_recovery()
 
     def _wait_quiet(self) -> None:
         """Wait until users have got everything."""
@@ -294,6 +307,7 @@ class _Demo:
         command += ["--logs", *(f"{id_}={url}" for id_, url in self._servers.logs.items())]
         command += ["--shelters", str(self._shelters), "--journals", str(self._journals), "--json", str(result)]
         command += ["--definitions", *map(str, self._definitions)]
+        command += ["--outages", *(f"{begin}:{end}" for begin, end in self._outages)]
         status = subprocess.run(command, env=application_environment(self._examples), check=False).returncode
         if not result.exists():
             return EXIT_FAILED

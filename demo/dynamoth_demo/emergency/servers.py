@@ -174,9 +174,8 @@ class Servers:
                 found[name] = parse_tip(reply)[0]
         return found
 
-    def behind(self, queries: Mapping[str, Any], partitions: Mapping[str, int]) -> Iterator[str]:
-        """Yield the queries whose executions have not covered all records of these datasets yet."""
-        tips = self.tips(partitions)
+    def behind(self, queries: Sequence[str], tips: Mapping[str, int]) -> Iterator[str]:
+        """Yield the queries whose executions have not covered all records up to these offsets yet."""
         for query in queries:
             progress = self._progress(query)
             ends = progress["end"]["offsets"] if progress.get("done") else {}
