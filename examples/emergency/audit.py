@@ -211,8 +211,8 @@ def _latencies(
                 is_outage = any(begin - period_s <= at_ms / 1000 <= end for begin, end in outages)
                 by_period[period_s, is_outage].append(latency_ms)
     figures: dict[str, Any] = {}
-    for (period_s, is_outage), values in sorted(by_period.items()):
-        ordered = sorted(values)
+    for period_s, is_outage in sorted(by_period):
+        ordered = sorted(by_period[period_s, is_outage])
         figures[f"{period_s} s" + ", outages" * is_outage] = {
             "count": len(ordered),
             "p50": round(quantile(ordered, 0.5) / 1000, 2),
