@@ -384,9 +384,7 @@ def test_acknowledged_locations_are_stored() -> None:
 def test_latencies_leave_out_what_came_after_an_absence() -> None:
     early = {"is": "back", "user": "ann", "at": 5.0}
     queries = {ID: "reports_of_type"}
-    assert latencies_ms([early, _item(1, FIRST)], queries) == {
-        "reports_of_type": [(1000, 19_500.0), (2000, 18_500.0)]
-    }
+    assert latencies_ms([early, _item(1, FIRST)], queries) == {"reports_of_type": [(1000, 19_500.0), (2000, 18_500.0)]}
     late = {"is": "back", "user": "ann", "at": 15.0}
     assert latencies_ms([late, _item(1, FIRST)], queries) == {}
     same = _entry("same", "bob", epoch=EPOCH, offset=1, at=21.0, digest="")

@@ -68,6 +68,9 @@ RETRY_S = 5.0
 RETRY_S_MAX = 60.0
 """A query that fails is started again after ``RETRY_S``, and after twice the time each time, up to this one."""
 
+CLOCK_S = 1.0
+"""Who waits for a tick looks at the clock this often."""
+
 _log = logging.getLogger("dynamoth.data-cluster")
 
 
@@ -311,8 +314,13 @@ class QueryRunner:
             self._check_stopping()
             end = self._windows.next_end(start)
             if end is None:
-                self._stopping.wait(self._windows.ticks.wait_s(start["tick_ms"], int(time.time() * 1000)))
+                self._wait_until(self._windows.ticks.next(start["tick_ms"], int(time.time() * 1000)))
         return Window(start, end)
+
+    def _wait_until(self, tick_ms: int) -> None:
+        """Wait for a tick, or until the query is stopped. The clock may be set meanwhile."""
+        while (left_s := tick_ms / 1000 - time.time()) > 0 and not self._stopping.is_set():
+            self._stopping.wait(min(left_s, CLOCK_S))
 
     def _check_stopping(self) -> None:
         if self._stopping.is_set():

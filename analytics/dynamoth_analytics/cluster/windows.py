@@ -33,9 +33,9 @@ class Ticks:
         """Return the last tick that has passed, in ms since 1970."""
         return (now_ms - self._phase_ms) // self._period_ms * self._period_ms + self._phase_ms
 
-    def wait_s(self, after_ms: int, now_ms: int) -> float:
-        """Return the seconds until the first tick that is behind ``after_ms`` and has not passed yet."""
-        return max(0.0, (max(self.latest(now_ms), after_ms) + self._period_ms - now_ms) / 1000)
+    def next(self, after_ms: int, now_ms: int) -> int:
+        """Return the first tick that is behind ``after_ms`` and has not passed yet, in ms since 1970."""
+        return max(self.latest(now_ms), after_ms) + self._period_ms
 
 
 class Windows:
