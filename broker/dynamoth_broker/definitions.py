@@ -44,7 +44,7 @@ class _Known:
     #: When it was read; None: not yet.
     read_at: float | None = None
     version: int = 0
-    #: Who waits for the present reading, how many servers have not answered, and how many have.
+    #: Callbacks of the present reading, how many servers have not answered, and how many have.
     waiting: list[OnDefinition] = field(default_factory=list[OnDefinition])
     unanswered: int = 0
     answers: int = 0

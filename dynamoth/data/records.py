@@ -106,6 +106,11 @@ def partition_name(dataset: str, partition: int) -> str:
     return f"{dataset}/{partition}"
 
 
+def partition_names(dataset: Dataset) -> list[str]:
+    """Return the names of all partitions of a dataset."""
+    return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
+
+
 def partition_keys(name: str) -> tuple[bytes, bytes, bytes]:
     """Return the keys of a partition: its hash, its stream, and the ids of its latest records."""
     prefix = DATA_PREFIX + b"{" + name.encode() + b"}"

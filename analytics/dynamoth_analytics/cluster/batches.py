@@ -64,15 +64,17 @@ def to_batch(dataset: Dataset, partition: int, records: Sequence[Record]) -> Any
 
 
 def read_file(file: Any, dataset: Dataset, after: int, until: int) -> Iterator[Any]:
-    """Yield the records of an open Parquet file behind ``after`` and up to ``until``, one row group at a time.
-
-    Columns are those of the dataset: a field that is newer than the file has no values.
-    """
-    schema = record_schema(dataset)
+    """Yield the records of an open Parquet file behind ``after`` and up to ``until``, one row group at a time."""
     for table in row_groups(file, after, until):
-        for missing in set(schema.names) - set(table.schema.names):
-            table = table.append_column(missing, arrow.nulls(len(table), schema.field(missing).type))
-        yield from table.select(schema.names).cast(schema).to_batches()
+        yield from with_columns_of(dataset, table).to_batches()
+
+
+def with_columns_of(dataset: Dataset, table: Any) -> Any:
+    """Return records of a file with the columns of their dataset: a field that is newer than the file has no values."""
+    schema = record_schema(dataset)
+    for missing in set(schema.names) - set(table.schema.names):
+        table = table.append_column(missing, arrow.nulls(len(table), schema.field(missing).type))
+    return table.select(schema.names).cast(schema)
 
 
 def row_groups(file: Any, after: int, until: int) -> Iterator[Any]:

@@ -69,7 +69,7 @@ RETRY_S_MAX = 60.0
 """A query that fails is started again after ``RETRY_S``, and after twice the time each time, up to this one."""
 
 CLOCK_S = 1.0
-"""Who waits for a tick looks at the clock this often."""
+"""A query that waits for a tick reads the clock this often."""
 
 _log = logging.getLogger("dynamoth.data-cluster")
 
@@ -166,11 +166,12 @@ class QueryRunner:
         self.datasets = dict(datasets)
         self._context = context
         self._compiled = compile_query(query, datasets)
-        self._compiled.check(context.spark, datasets)
         on, *reads = (self.datasets[name] for name in (query.on, *query.reads))
         self._windows = Windows(context.servers, on, reads, Ticks(query.period_s, phase_s))
         self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)
         self.status = context.status(query.name) or QueryStatus()
+        if not self.status.execution or self.status.version != query.version:  # else it was executed, as it is
+            self._compiled.check(context.spark, datasets)
         self._set_state("running")
         self._stream: StreamingQuery | None = None
         self._base = 0
@@ -377,8 +378,9 @@ class QueryRunner:
             results = self._compiled.run(spark, views, interests, end["tick_ms"])
         else:
             views = {name: self._small_view(spark, name, table) for name, table in tables.items()}
-            grids = pairs(tables, interests_count) > PAIRS_MAX
-            results = self._compiled.run(spark, views, interests.coalesce(1), end["tick_ms"], grids=grids)
+            has_grids = pairs(tables, interests_count) > PAIRS_MAX
+            compiled = self._compiled if has_grids else self._compiled.without_grids()
+            results = compiled.run(spark, views, interests.coalesce(1), end["tick_ms"])
         publication = context.publication(query, execution, end["tick_ms"])
         for row in results.mapInArrow(publication.publish, METRICS_SCHEMA).collect():
             counts.update(row.asDict())

@@ -97,16 +97,11 @@ class InterestTable:
         """
         with self._lock:
             rows = [row for mirror in self._mirrors.values() for row in mirror.rows.values()]
-            former = self._file
-            if any(row[1] > until_ms for row in rows):
-                rows = [row for row in rows if row[1] <= until_ms]
-                self._write(rows)
-                self._is_changed = True  # the next file has the others, too
-            elif former is None or self._is_changed:
-                self._write(rows)
-                self._is_changed = False
-            assert self._file is not None, "it was written"
-            return self._file, len(rows)
+            counted = [row for row in rows if row[1] <= until_ms]
+            if self._file is None or self._is_changed or len(counted) < len(rows):
+                self._file = self._written(counted)
+                self._is_changed = len(counted) < len(rows)  # the next file has the others, too
+            return self._file, len(counted)
 
     def ids(self) -> list[str]:
         """Return the ids of the interests that were read last."""
@@ -179,7 +174,7 @@ class InterestTable:
                 interest_id, registration.at_ms, *(_column(each.type, values[each.name]) for each in parameters)
             )  # fmt: skip
 
-    def _write(self, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _written(self, rows: Sequence[tuple[Any, ...]]) -> Path:
         schema = interest_schema(self._query)
         columns = [*zip(*rows, strict=True)] or [()] * len(schema)
         arrays = [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
@@ -188,9 +183,9 @@ class InterestTable:
         hidden = file.with_suffix(".tmp")
         parquet.write_table(arrow.Table.from_arrays(arrays, schema=schema), hidden)
         os.rename(hidden, file)
-        self._file = file
         # An execution that runs may read the former one: the one before that is not needed any more.
         (self._folder / f"{self._version - 2}.parquet").unlink(missing_ok=True)
+        return file
 
 
 def _column(type_: ParameterType, value: Any) -> Any:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.executions import Window
 from dynamoth.data.queries import StandingQuery
-from dynamoth.data.records import partition_name
-from dynamoth_analytics.cluster.batches import record_schema
+from dynamoth.data.records import partition_names
+from dynamoth_analytics.cluster.batches import record_schema, with_columns_of
 from dynamoth_analytics.cluster.loads import LoadCopies
 from dynamoth_analytics.cluster.reading import read_range
 from dynamoth_analytics.cluster.servers import LogServers
@@ -101,13 +101,13 @@ class SmallWindows:
         folder = self._folder / query.name
         folder.mkdir(parents=True, exist_ok=True)
         found: dict[str, Table] = {}
-        for name in query.datasets:
+        for name in (*query.reads, query.on):
             dataset = datasets[name]
             if name != query.on and dataset.kind == "static":
                 table = self._load(dataset, window, folder)
             else:
                 rows = self._records(dataset, window) if name == query.on else self._snapshot(dataset, window)
-                table = None if rows is None else _written(folder / f"{name}.parquet", rows)
+                table = None if rows is None else _written(folder, dataset, rows)
             if table is None:
                 return None
             found[name] = table
@@ -119,7 +119,7 @@ class SmallWindows:
     def _read(self, dataset: Dataset, start: Mapping[str, int], end: Mapping[str, int], records_max: int) -> Any:
         """Return the records between offsets as an Arrow table; None: there are too many."""
         states = self._servers.states({dataset.stream: dataset.partitions})
-        names = [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
+        names = partition_names(dataset)
         if sum(states[name].count(start.get(name, 0), end.get(name, 0)) for name in names) > records_max:
             return None
         batches: list[Any] = []
@@ -148,7 +148,7 @@ class SmallWindows:
             changes = None if newest is None else self._read(dataset, newest.offsets, end, CHANGES_MAX)
             if newest is None or changes is None:
                 return None
-            own = {name: end.get(name, 0) for name in _names(dataset)}
+            own = {name: end.get(name, 0) for name in partition_names(dataset)}
             snapshot = _Snapshot(own, _latest(arrow.concat_tables([newest.rows, changes]), dataset.key))
             if len(snapshot.rows) > ROWS_MAX or snapshot.rows.nbytes > BYTES_MAX:
                 return None
@@ -158,15 +158,11 @@ class SmallWindows:
 
     def _read_base(self, dataset: Dataset, base: Base | None) -> _Snapshot | None:
         """Return the snapshot of a base; without one, that before the first record. None: it is too large."""
-        schema = record_schema(dataset)
         if base is None:
-            return _Snapshot({}, schema.empty_table())
+            return _Snapshot({}, record_schema(dataset).empty_table())
         if base.keys > ROWS_MAX:
             return None
-        rows = parquet.read_table(base.folder / "rows")
-        for missing in set(schema.names) - set(rows.schema.names):
-            rows = rows.append_column(missing, arrow.nulls(len(rows), schema.field(missing).type))
-        return _Snapshot(base.offsets, rows.select(schema.names).cast(schema))
+        return _Snapshot(base.offsets, with_columns_of(dataset, parquet.read_table(base.folder / "rows")))
 
     def _load(self, dataset: Dataset, window: Window, folder: Path) -> Table | None:
         """Return a static dataset as it was loaded at the end of a window; None: it is too large."""
@@ -175,7 +171,7 @@ class SmallWindows:
         rows = sum(int(parquet.read_metadata(each).num_rows) for each in files)
         if rows > ROWS_MAX or sum(each.stat().st_size for each in files) > BYTES_MAX:
             return None
-        return Table(files, rows) if files else _written(folder / f"{dataset.name}.parquet", _empty(dataset))
+        return Table(files, rows) if files else _written(folder, dataset, record_schema(dataset).empty_table())
 
 
 def pairs(tables: Mapping[str, Table], interests: int) -> int:
@@ -191,16 +187,9 @@ def _latest(rows: Any, key: str) -> Any:
     return rows.take(last)
 
 
-def _written(file: Path, rows: Any) -> Table:
+def _written(folder: Path, dataset: Dataset, rows: Any) -> Table:
+    file = folder / f"{dataset.name}.parquet"
     hidden = file.with_suffix(".tmp")
     parquet.write_table(rows, hidden)
     hidden.rename(file)
     return Table((file,), len(rows))
-
-
-def _empty(dataset: Dataset) -> Any:
-    return record_schema(dataset).empty_table()
-
-
-def _names(dataset: Dataset) -> list[str]:
-    return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]

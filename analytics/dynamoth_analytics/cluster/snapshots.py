@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import PartitionState, partition_name
+from dynamoth.data.records import PartitionState, partition_names
 from dynamoth_analytics.cluster.batches import OFFSET, PARTITION, sync_folder, write_text
 from dynamoth_analytics.files import parquet
 
@@ -100,7 +100,7 @@ class KeyedSnapshots:
 
         Raises OSError and errors of Spark.
         """
-        own = {name: offsets.get(name, 0) for name in _names(dataset)}
+        own = {name: offsets.get(name, 0) for name in partition_names(dataset)}
         self._write(spark, dataset, own, {**self._options, "fail_on_loss": "false"})
 
     def base_of(self, dataset: Dataset, offsets: Mapping[str, int]) -> Base | None:
@@ -168,10 +168,6 @@ def _read_base(folder: Path) -> Base | None:
         return Base(folder, values["offsets"], values["keys"], time.time() - file.stat().st_mtime)
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _names(dataset: Dataset) -> list[str]:
-    return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
 
 
 def _json(offsets: Mapping[str, int]) -> str:

@@ -47,7 +47,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import partition_name
+from dynamoth.data.records import partition_name, partition_names
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.batches import record_schema
 from dynamoth_analytics.cluster.loads import LoadCopies, load_lost, load_offsets, read_copy
@@ -217,8 +217,7 @@ class _StreamReader(DataSourceStreamReader):
             return {"offsets": self._place.servers.tips(self._counts)}
         if self._begin == "retained":
             return {"offsets": self._place.retained()}
-        names = (partition_name(self._place.dataset.stream, each) for each in range(self._place.dataset.partitions))
-        return {"offsets": dict.fromkeys(names, 0)}
+        return {"offsets": dict.fromkeys(partition_names(self._place.dataset), 0)}
 
     def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
         states = self._place.servers.states(self._counts)

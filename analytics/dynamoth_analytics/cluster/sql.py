@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import sqlglot
@@ -55,15 +55,11 @@ class CompiledQuery:
     #: What makes it slow.
     warnings: tuple[str, ...] = ()
 
-    def run(
-        self,
-        spark: SparkSession,
-        views: Mapping[str, DataFrame],
-        interests: DataFrame,
-        tick_ms: int,
-        *,
-        grids: bool = True,
-    ) -> DataFrame:
+    def without_grids(self) -> CompiledQuery:
+        """Return the query that compares all pairs of rows where this one joins by the cells of grids."""
+        return replace(self, tree=self.exact_tree)
+
+    def run(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> DataFrame:
         """Return the result sets: columns interest, rows and result, a JSON array; none of interests without rows.
 
         Args:
@@ -71,10 +67,9 @@ class CompiledQuery:
             views: the rows of each dataset, by name.
             interests: the interest table.
             tick_ms: time of the execution.
-            grids: whether distances are joined by the cells of grids; else all pairs are compared.
 
         """
-        rows = spark.sql(self.sql(spark, views, interests, tick_ms, grids=grids))
+        rows = spark.sql(self.sql(spark, views, interests, tick_ms))
         columns = [name for name in rows.columns if name != INTEREST]
         found = self._sorted(columns) if self.order else F.array_sort(F.collect_list(_row(columns)))
         grouped = rows.groupBy(INTEREST).agg(found.alias("found"))
@@ -82,19 +77,11 @@ class CompiledQuery:
             F.col(INTEREST).alias("interest"), F.size("found").alias("rows"), F.to_json("found").alias("result")
         )
 
-    def sql(
-        self,
-        spark: SparkSession,
-        views: Mapping[str, DataFrame],
-        interests: DataFrame,
-        tick_ms: int,
-        *,
-        grids: bool = True,
-    ) -> str:
+    def sql(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> str:
         """Return the statement, over temporary views that are made."""
-        if grids:
+        if self.tree is not self.exact_tree:
             spatial.register(spark)
-        tree = (self.tree if grids else self.exact_tree).copy()
+        tree = self.tree.copy()
         named = {**views, INTERESTS: interests}
         for name, rows in named.items():
             rows.createOrReplaceTempView(self._view(name))

@@ -20,6 +20,7 @@ from dynamoth.data.records import (
     parse_tip,
     partition_keys,
     partition_name,
+    partition_names,
     partition_of,
     partition_server,
     tip_command,
@@ -235,7 +236,7 @@ def _load_static(arguments: argparse.Namespace, before: Dataset) -> int:
                 await links.command(server, append_records_command(dataset, number, part, ""), repeats=False)
             await links.command(server, finish_load_command(name, len(records)), repeats=True)
         await put(links, dataset)
-        old = [partition_name(before.stream, number) for number in range(before.partitions)]
+        old = partition_names(before)
         await run_all(
             [
                 links.command(partition_server(name, links.ids), (b"EXPIRE", key, OLD_LOAD_S), repeats=True)

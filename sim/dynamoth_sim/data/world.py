@@ -23,7 +23,7 @@ from dynamoth_sim.world.redis import RedisServer
 User = TypeVar("User", bound=QueryUser)
 
 KEEP_S = 3.0
-"""An interest without users is kept for this time: some three looks of a broker for what is to be renewed."""
+"""An interest without users is kept for this time. A broker renews interests about three times within it."""
 
 TYPES = ("a", "b", "c")
 
