@@ -119,10 +119,19 @@ class Continuation:
     first_end: Mapping[str, Any] | None = None
 
 
-def continuation(progress: Progress | None) -> Continuation:
+def unused_base(now_ms: int) -> int:
+    """Return a number behind that of every execution so far, for a query of which nothing is known any more.
+
+    Logs may know its former executions, and take smaller numbers for repeated ones. Executions are a second apart, or
+    more, so the seconds since 1970 are ahead of them, also of those that were numbered so before.
+    """
+    return now_ms // 1000
+
+
+def continuation(progress: Progress | None, now_ms: int) -> Continuation:
     """Return where a new checkpoint begins, given the last execution that is known."""
     if progress is None:
-        return Continuation(0)
+        return Continuation(unused_base(now_ms))
     if progress.is_dropped:
         return Continuation(progress.execution)  # it is registered again: it is about what comes from now on
     if progress.is_done:
@@ -131,24 +140,25 @@ def continuation(progress: Progress | None) -> Continuation:
 
 
 def resumption(
-    progress: Progress | None, checkpoint: Checkpoint | None, *, reads_the_same: bool
+    progress: Progress | None, checkpoint: Checkpoint | None, now_ms: int, *, reads_the_same: bool
 ) -> Continuation | None:
     """Return where a new checkpoint has to begin; None: the one that there is goes on.
 
     Args:
         progress: stored at the log server; None if there is nothing.
         checkpoint: of the folder; None if there is none.
+        now_ms: since 1970.
         reads_the_same: whether the query reads the same datasets as when the checkpoint was begun.
 
     """
     if checkpoint is None or not checkpoint.fits(progress):
-        return continuation(progress)
+        return continuation(progress, now_ms)
     if reads_the_same:
         return None
     last = checkpoint.progress()
     if last is None:
         return Continuation(checkpoint.base, checkpoint.start, checkpoint.first_end)
-    return continuation(last if progress is None or last.execution > progress.execution else progress)
+    return continuation(last if progress is None or last.execution > progress.execution else progress, now_ms)
 
 
 def with_new_datasets(offsets: Mapping[str, Any], tips: Mapping[str, int]) -> Mapping[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +12,7 @@ import pytest
 
 from dynamoth.names import PLAN_KEY
 from dynamoth_cli.local.cluster import HOST, LocalCluster
-from dynamoth_cli.local.embedded import EmbeddedRedis
+from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
 from dynamoth_cli.main import main
 from dynamoth_daemon.exit_codes import EXIT_FAILED
 from tests.whole.harness import until
@@ -68,8 +70,22 @@ def test_what_is_not_a_redis_server_is_not_added(refusal: Refusal, web_server: i
     assert "s9 cannot be reached at its URL: " in refusal("add", "s9", f"redis://{HOST}:{free_port}")
 
 
-def test_a_node_of_a_redis_cluster_is_not_added(refusal: Refusal) -> None:
-    with EmbeddedRedis(options={"cluster-enabled": "yes"}) as node:
+@pytest.fixture
+def node_port() -> Iterator[int]:
+    """Reserve the port of a node of a Redis Cluster, and that of its bus, which is 10,000 above it; return the first."""
+    with contextlib.ExitStack() as reserved:
+        while True:
+            bus: int = reserved.enter_context(reserve_port()).getsockname()[1]
+            own = reserved.enter_context(socket.socket())
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):  # somebody else has it: another pair
+                own.bind((HOST, bus - 10_000))
+                break
+        yield bus - 10_000
+
+
+def test_a_node_of_a_redis_cluster_is_not_added(refusal: Refusal, node_port: int) -> None:
+    with EmbeddedRedis(port=node_port, options={"cluster-enabled": "yes"}) as node:
         reason = refusal("add", "s9", f"redis://{HOST}:{node.port}")
     assert reason.startswith("s9 is a node of a Redis Cluster, and Dynamoth uses standalone servers")
 

@@ -39,11 +39,13 @@ def checkpoint(base: int, last: int, committed: int | None = None) -> Checkpoint
 
 KEEP = None
 
+NOW_MS = 1_790_000_000_500
+
 
 @pytest.mark.parametrize(
     ("stored", "found", "expected"),
     [
-        (None, None, Continuation(0)),
+        (None, None, Continuation(NOW_MS // 1000)),
         (progress(7), None, Continuation(7, offsets(7))),
         (progress(7, is_done=False), None, Continuation(6, offsets(6), offsets(7))),
         (progress(7, is_dropped=True), None, Continuation(7)),
@@ -71,12 +73,12 @@ KEEP = None
 def test_where_a_query_goes_on(
     stored: Progress | None, found: Checkpoint | None, expected: Continuation | None
 ) -> None:
-    assert resumption(stored, found, reads_the_same=True) == expected
+    assert resumption(stored, found, NOW_MS, reads_the_same=True) == expected
 
 
 def test_another_dataset_begins_a_new_checkpoint_where_the_farther_one_ended() -> None:
     def resumed(stored: Progress | None, found: Checkpoint) -> Continuation | None:
-        return resumption(stored, found, reads_the_same=False)
+        return resumption(stored, found, NOW_MS, reads_the_same=False)
 
     assert resumed(progress(7), checkpoint(3, 7)) == Continuation(7, offsets(7))
     assert resumed(progress(7), checkpoint(3, 8, committed=7)) == Continuation(7, offsets(7), offsets(8))
@@ -94,21 +96,25 @@ def test_datasets_that_are_new_to_a_query_begin_at_their_end() -> None:
 
 @given(st.data())
 def test_whatever_dies_each_window_is_executed_once_more_at_most(data: st.DataObject) -> None:
-    """A model of the life of a query: windows follow each other, whatever is lost in between, but not both at once."""
+    """A model of the life of a query: windows follow each other, whatever is lost in between, but not both at once.
+
+    Where both are lost, numbers are new ones, so that logs take no execution for a repeated one.
+    """
     stored: Progress | None = None
     found: Checkpoint | None = None
     executed: dict[int, Window] = {}
-    tip = 0
+    tip, now_ms = 0, NOW_MS
     for _ in range(data.draw(st.integers(1, 6))):
-        begin = resumption(stored, found, reads_the_same=data.draw(st.booleans()))
+        begin = resumption(stored, found, now_ms, reads_the_same=data.draw(st.booleans()))
         if begin is not None:
-            assert begin.base >= max(executed, default=0) - 1
+            assert begin.base >= max(executed, default=0) - (found is not None or stored is not None)
             found = Checkpoint(begin.base, {}, begin.base, begin.start or offsets(tip), begin.first_end)
         assert found is not None
         ends, committed = dict(found.ends), found.committed
         for _ in range(data.draw(st.integers(0, 3))):
             execution = committed + 1
             tip += 1
+            now_ms += 1000
             start = ends.get(committed, found.start)
             first_end = found.first_end if execution == found.base + 1 else None
             end = ends.get(execution) or first_end or offsets(tip)
@@ -125,11 +131,14 @@ def test_whatever_dies_each_window_is_executed_once_more_at_most(data: st.DataOb
             found = Checkpoint(found.base, dict(ends), committed, found.start, found.first_end)
             if step < 3:
                 break
-        loss = data.draw(st.sampled_from(["nothing", "checkpoint", "progress"]))
+        loss = data.draw(st.sampled_from(["nothing", "checkpoint", "progress", "both"]))
         if loss == "checkpoint" and stored is not None:
             found = None
         elif loss == "progress" and (found.ends or not executed):
             stored = None
+        elif loss == "both":
+            stored = found = None
+            now_ms += 1000  # a new process is there later
 
 
 def test_what_is_stored_is_read() -> None:

@@ -16,6 +16,7 @@ import redis
 import redis.asyncio
 import redis.exceptions
 
+from dynamoth.errors import RequestRefused
 from dynamoth.names import OPERATOR_CHANNEL
 from dynamoth.plan.plan import Entry, Phase, Plan, Server
 from dynamoth.protocol.control import AdminRequest, pack_control
@@ -76,8 +77,19 @@ def until_phase(cluster: LocalCluster, channels: Iterable[bytes], phase: Phase, 
 
 
 def move(cluster: LocalCluster, channel: bytes, to: str) -> None:
-    """Move a channel, and return when the move has settled."""
-    assert cluster.ask_balancer("move", {"channel": channel, "to": to})["to"] == to
+    """Move a channel, and return when the move has settled.
+
+    On a busy machine an agent may be late with its message: the balancer refuses until it hears all agents again.
+    """
+
+    def moved() -> bool:
+        try:
+            return bool(cluster.ask_balancer("move", {"channel": channel, "to": to})["to"] == to)
+        except RequestRefused as refusal:
+            assert "is not heard" in str(refusal), refusal
+            return False
+
+    until(moved, f"{channel!r} moves to {to}", every_s=0.5)
 
 
 def begin_move(cluster: LocalCluster, channel: bytes, to: str, request: int) -> None:

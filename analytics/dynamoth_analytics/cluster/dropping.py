@@ -10,7 +10,7 @@ import logging
 import shutil
 import time
 
-from dynamoth.data.executions import Progress, QueryStatus, Window
+from dynamoth.data.executions import Progress, QueryStatus, Window, unused_base
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.results import dropped_payload
@@ -31,7 +31,8 @@ def end_dropped(context: ClusterContext, name: str) -> None:
         return
     interests = _interests(context, name)
     status = context.status(name) or QueryStatus()
-    execution = (progress.execution if progress else 0) + 1
+    now_ms = int(time.time() * 1000)
+    execution = (progress.execution if progress else unused_base(now_ms)) + 1
     query = StandingQuery(name, "", "", 0, version=status.version)
     payload = dropped_payload(name, status.version)
     counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
@@ -41,7 +42,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):
         shutil.rmtree(context.folder / kind / name, ignore_errors=True)
-    status.state, status.reason, status.since_ms = "dropped", "", int(time.time() * 1000)
+    status.state, status.reason, status.since_ms = "dropped", "", now_ms
     context.store_status(name, status)
     _log.info("query %s was dropped: %d interests know", name, len(interests))
 

@@ -47,6 +47,7 @@ from dynamoth.data.executions import (
     store_progress_command,
     store_status_command,
     ticks_missed,
+    unused_base,
     with_new_datasets,
 )
 from dynamoth.data.queries import StandingQuery
@@ -226,7 +227,9 @@ class QueryRunner:
         self.stop()
         name, context = self.query.name, self._context
         progress, checkpoint = context.progress(name), self._checkpoint.read()
-        last = max(progress.execution if progress else 0, checkpoint.last if checkpoint else 0)
+        known = [progress.execution] if progress else []
+        known += [checkpoint.last] if checkpoint else []
+        last = max(known, default=unused_base(_now_ms()))
         end = self._windows.now()
         for each in (self.datasets[each] for each in self.query.reads):
             if each.kind == "keyed":
@@ -236,7 +239,7 @@ class QueryRunner:
             context.folder / "executions",
             name,
             {"execution": last + 1, "version": self.query.version, "start": window.start, "end": window.end}
-            | {"seconds": 0.0, "skipped": True},
+            | {"seconds": 0.0, "ended_ms": _now_ms(), "skipped": True},
         )
         context.store_progress(name, Progress(last + 1, window, is_done=True))
         context.servers.run(executions_server(name, context.servers.ids), (b"DEL", restart_key(name)))
@@ -271,9 +274,8 @@ class QueryRunner:
     def _prepared_checkpoint(self) -> Base:
         """Return where the checkpoint begins: the one that there is, or a new one behind the last execution."""
         base, datasets = self._checkpoint.base(), sorted(self.query.datasets)
-        begin = resumption(
-            self._progress, self._checkpoint.read(), reads_the_same=base is None or sorted(base.datasets) == datasets
-        )
+        reads_the_same = base is None or sorted(base.datasets) == datasets
+        begin = resumption(self._progress, self._checkpoint.read(), _now_ms(), reads_the_same=reads_the_same)
         if begin is None:
             assert base is not None, "it goes on"
             return base
@@ -315,7 +317,7 @@ class QueryRunner:
             self._check_stopping()
             end = self._windows.next_end(start)
             if end is None:
-                self._wait_until(self._windows.ticks.next(start["tick_ms"], int(time.time() * 1000)))
+                self._wait_until(self._windows.ticks.next(start["tick_ms"], _now_ms()))
         return Window(start, end)
 
     def _wait_until(self, tick_ms: int) -> None:
@@ -328,7 +330,7 @@ class QueryRunner:
             raise Stopping("the query is stopped")
 
     def _execute_window(self, spark: SparkSession, execution: int, window: Window) -> None:
-        began, began_ms, name = time.monotonic(), int(time.time() * 1000), self.query.name
+        began, began_ms, name = time.monotonic(), _now_ms(), self.query.name
         self._note_overrun(window)
         before, counts = self._progress, Counter[str]()
         if not (before is not None and before.execution >= execution and before.is_done):
@@ -337,13 +339,14 @@ class QueryRunner:
             counts = self._run(spark, execution, window)
             values = {
                 "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,
-                "interests": len(self.table), "seconds": round(time.monotonic() - began, 3), **counts,
+                "interests": len(self.table), "seconds": round(time.monotonic() - began, 3),
+                "ended_ms": _now_ms(), **counts,
             }  # fmt: skip
             write_execution(self._context.folder / "executions", name, values)
             self._progress = Progress(execution, window, is_done=True)
             self._context.store_progress(name, self._progress)
         self._count({"executions": 1, **counts})
-        self._retry_s, self._began_ms, self._ended_ms = RETRY_S, began_ms, int(time.time() * 1000)
+        self._retry_s, self._began_ms, self._ended_ms = RETRY_S, began_ms, _now_ms()
         status = self.status
         status.execution, status.tick_ms, status.ended_ms = execution, window.end["tick_ms"], self._ended_ms
         status.seconds, status.interests = round(time.monotonic() - began, 3), len(self.table)
@@ -419,6 +422,10 @@ class QueryRunner:
     def _set_state(self, state: str, reason: str = "") -> None:
         status = self.status
         if status.state != state or not status.since_ms:
-            status.since_ms = int(time.time() * 1000)
+            status.since_ms = _now_ms()
         status.state, status.reason, status.version = state, reason, self.query.version
         self._context.store_status(self.query.name, status)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -154,7 +154,8 @@ class ModelQuery:
         """Make a checkpoint that fits the stored progress."""
         name = self._query.name
         self._progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
-        begin = resumption(self._progress, self._folder.read(), reads_the_same=True)
+        now_ms = int(self._place.machine.now * 1000)
+        begin = resumption(self._progress, self._folder.read(), now_ms, reads_the_same=True)
         if begin is not None:
             tips = yield from self._tips()
             now = {"tick_ms": 0, "offsets": tips}
