@@ -18,11 +18,10 @@ from dynamoth.data.executions import begin_progress_command, executions_server
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
 from dynamoth.errors import ConfigError, printable
-from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
 from dynamoth_cli.settings import add_section, link_options, load_settings
 from dynamoth_cli.text_files import UnreadableFile, read_text_file
 from dynamoth_client.runtime.data_links import DataLinks, run_all
-from dynamoth_link.urls import InvalidUrl, parse_server_url
+from dynamoth_link.urls import InvalidUrl, parse_log_servers
 
 _T = TypeVar("_T")
 
@@ -42,20 +41,16 @@ def log_servers(arguments: argparse.Namespace) -> tuple[dict[str, str], Any]:
     loaded = load_settings(arguments)
     config = loaded.config
     text = arguments.logs or config.data_cluster.logs or config.broker.logs
-    urls: dict[str, str] = {}
-    for word in text.split():
-        id_, _, url = word.partition("=")
-        if not SERVER_ID.fullmatch(id_) or id_ in urls:
-            raise ConfigError(f"logs: ID=URL expected, each ID once and {SERVER_ID_WORDS}, not {id_!r}")
-        try:
-            urls[id_] = parse_server_url(url).url()
-        except InvalidUrl as error:
-            raise ConfigError(f"logs: {id_}: {error}") from error
-    if not urls:
+    try:
+        addresses = parse_log_servers(text)
+    except InvalidUrl as error:
+        raise ConfigError(f"logs: {error}") from error
+    if not addresses:
         raise ConfigError(
             "the log servers are not known: give --logs 'l1=redis://HOST:PORT', or --config with data_cluster.logs"
         )
-    return urls, link_options(loaded, "dynamoth-cli", tuple(parse_server_url(url) for url in urls.values()))
+    urls = {id_: address.url() for id_, address in addresses.items()}
+    return urls, link_options(loaded, "dynamoth-cli", tuple(addresses.values()))
 
 
 def with_servers(arguments: argparse.Namespace, work: Callable[[DataLinks], Awaitable[_T]]) -> _T:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from dynamoth.errors import ConfigError
+from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
 
 DEFAULT_PORT = 6379
 """The port that every Redis server listens at by default."""
@@ -123,6 +124,17 @@ def parse_server_url(url: str) -> ServerAddress:
     host, port = _parse_host(parts, parts.hosts)
     db = _parse_db(parts, parts.path[1:])
     return ServerAddress(host, port, None, parts.username, parts.password, parts.scheme == "rediss", db)
+
+
+def parse_log_servers(text: str) -> dict[str, ServerAddress]:
+    """Parse the list of the log servers, ``ID=URL`` separated by spaces. Raises ``InvalidUrl``."""
+    found: dict[str, ServerAddress] = {}
+    for word in text.split():
+        id_, _, url = word.partition("=")
+        if not SERVER_ID.fullmatch(id_) or not url or id_ in found:
+            raise _fault(word, f"ID=URL expected, each ID once and {SERVER_ID_WORDS}")
+        found[id_] = parse_server_url(url)
+    return found
 
 
 def parse_cluster_url(url: str) -> ClusterAddress:

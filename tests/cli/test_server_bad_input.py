@@ -72,7 +72,7 @@ def test_what_is_not_a_redis_server_is_not_added(refusal: Refusal, web_server: i
 
 @pytest.fixture
 def node_port() -> Iterator[int]:
-    """Reserve the port of a node of a Redis Cluster, and that of its bus, which is 10,000 above it; return the first."""
+    """Reserve the port of a node of a Redis Cluster, and the one of its bus, 10,000 above it; return the first."""
     with contextlib.ExitStack() as reserved:
         while True:
             bus: int = reserved.enter_context(reserve_port()).getsockname()[1]

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth.errors import ConfigError
-from dynamoth_link.urls import ClusterAddress, InvalidUrl, ServerAddress, parse_cluster_url, parse_server_url, redact
+from dynamoth_link.urls import (
+    ClusterAddress,
+    InvalidUrl,
+    ServerAddress,
+    parse_cluster_url,
+    parse_log_servers,
+    parse_server_url,
+    redact,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +99,21 @@ def test_a_server_url_stands_for_a_cluster() -> None:
 def test_cluster_urls_that_are_refused(url: str) -> None:
     with pytest.raises(InvalidUrl):
         parse_cluster_url(url)
+
+
+def test_a_list_of_log_servers() -> None:
+    assert parse_log_servers(" l1=redis://a:1  l-2=rediss://u:p%3D@b/3 ") == {
+        "l1": ServerAddress("a", 1),
+        "l-2": ServerAddress("b", 6379, None, "u", "p=", True, 3),
+    }
+    assert parse_log_servers("") == {}
+
+
+@pytest.mark.parametrize("text", ["l1", "l1=", "=redis://a", "a b=redis://a", "l1=redis://a l1=redis://u:secret@b"])
+def test_lists_of_log_servers_that_are_refused(text: str) -> None:
+    with pytest.raises(InvalidUrl, match="ID=URL expected, each ID once") as refused:
+        parse_log_servers(text)
+    assert "secret" not in str(refused.value)
 
 
 def test_credentials_of_the_server_come_before_those_of_the_cluster() -> None:

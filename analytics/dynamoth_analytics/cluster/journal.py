@@ -2,8 +2,9 @@
 
 ``executions/date=YYYY-MM-DD/QUERY.jsonl`` has a line per execution: its number and window (``start`` and ``end``, with
 the offsets of all datasets, the loads of static ones, and ``sealed_ms``: interests that were registered until then
-count), the version of the query, when its results were published (``ended_ms``), and figures. A line is written before an execution counts as done: an execution that
-is repeated after a crash can have two lines with the same window, and the last one counts.
+count), the version of the query, when its results were published (``ended_ms``), and figures. A line is written before
+an execution counts as done: an execution that is repeated after a crash can have two lines with the same window, and
+the last one counts.
 """
 
 from __future__ import annotations

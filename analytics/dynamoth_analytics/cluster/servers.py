@@ -20,8 +20,7 @@ from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, catalog_of
 from dynamoth.data.records import PartitionState, parse_state, partition_name, partition_server, state_command
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import CommandPart
-from dynamoth.names import SERVER_ID, SERVER_ID_WORDS
-from dynamoth_link.urls import parse_server_url, redact
+from dynamoth_link.urls import InvalidUrl, parse_log_servers, redact
 
 T = TypeVar("T")
 
@@ -126,13 +125,10 @@ class LogServers:
 
 def read_servers(text: str, *, durable: bool = False) -> LogServers:
     """Read a list ``ID=URL ...``, as in ``data_cluster.logs``. Raises ConfigError."""
-    urls: dict[str, str] = {}
-    for word in text.split():
-        id_, _, url = word.partition("=")
-        if not SERVER_ID.fullmatch(id_) or not url or id_ in urls:
-            raise ConfigError(f"logs: {redact(word)}: ID=URL expected, each ID once and {SERVER_ID_WORDS}")
-        parse_server_url(url)
-        urls[id_] = url
+    try:
+        urls = {id_: address.url() for id_, address in parse_log_servers(text).items()}
+    except InvalidUrl as error:
+        raise ConfigError(f"logs: {error}") from error
     if not urls:
         raise ConfigError("logs: name the log servers of the brokers, as l1=redis://HOST:PORT")
     return LogServers(tuple(urls.items()), durable)

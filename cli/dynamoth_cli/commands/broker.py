@@ -28,7 +28,7 @@ from dynamoth_cli.commands.broker_orders import add_orders, run_order
 from dynamoth_cli.settings import add_settings, cluster_servers, link_options, run_daemon
 from dynamoth_client.asyncio import Redis
 from dynamoth_link.options import LinkOptions
-from dynamoth_link.urls import ClusterAddress, InvalidUrl, ServerAddress, parse_server_url
+from dynamoth_link.urls import ClusterAddress, InvalidUrl, ServerAddress, parse_log_servers, parse_server_url
 
 CLIENT_NAME = "dynamoth-broker"
 
@@ -94,16 +94,10 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
 
 
 def _logs(loaded: LoadedConfig) -> dict[str, ServerAddress]:
-    logs: dict[str, ServerAddress] = {}
-    for word in loaded.config.broker.logs.split():
-        id_, _, url = word.partition("=")
-        if not SERVER_ID.fullmatch(id_) or id_ in logs:
-            raise loaded.fault("broker.logs", word, f"ID=URL, each ID once and {SERVER_ID_WORDS},")
-        try:
-            logs[id_] = parse_server_url(url)
-        except InvalidUrl as error:
-            raise ConfigError(f"broker.logs: {error} (from {loaded.places['broker.logs']})") from error
-    return logs
+    try:
+        return parse_log_servers(loaded.config.broker.logs)
+    except InvalidUrl as error:
+        raise ConfigError(f"broker.logs: {error} (from {loaded.places['broker.logs']})") from error
 
 
 def _url(loaded: LoadedConfig) -> str:
