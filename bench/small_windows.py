@@ -24,6 +24,7 @@ from typing import Any
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset, read_dataset
+from dynamoth.data.executions import begin_progress_command, executions_server
 from dynamoth.data.queries import read_query
 from dynamoth.data.records import append_records_command, partition_name, partition_of
 from dynamoth.data.registrations import register_command
@@ -65,6 +66,8 @@ class Cluster:
         for name, each in definitions["queries"].items():
             query = read_query(name, each)
             self.periods_s[name] = query.period_s
+            begin = begin_progress_command(name, {"tick_ms": 0, "offsets": {}})
+            self._servers.run(executions_server(name, self._servers.ids), begin)
             self._put(QUERIES_KEY, name, entry_of(query))
         plans = plan_users(self._town, users, 120, seed)
         subscriptions = [each for plan in plans for each in plan.subscriptions]

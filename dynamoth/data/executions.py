@@ -119,19 +119,8 @@ class Continuation:
     first_end: Mapping[str, Any] | None = None
 
 
-def unused_base(now_ms: int) -> int:
-    """Return a number behind that of every execution so far, for a query of which nothing is known any more.
-
-    Logs may know its former executions, and take smaller numbers for repeated ones. Executions are a second apart, or
-    more, so the seconds since 1970 are ahead of them, also of those that were numbered so before.
-    """
-    return now_ms // 1000
-
-
-def continuation(progress: Progress | None, now_ms: int) -> Continuation:
+def continuation(progress: Progress) -> Continuation:
     """Return where a new checkpoint begins, given the last execution that is known."""
-    if progress is None:
-        return Continuation(unused_base(now_ms))
     if progress.is_dropped:
         return Continuation(progress.execution)  # it is registered again: it is about what comes from now on
     if progress.is_done:
@@ -140,25 +129,38 @@ def continuation(progress: Progress | None, now_ms: int) -> Continuation:
 
 
 def resumption(
-    progress: Progress | None, checkpoint: Checkpoint | None, now_ms: int, *, reads_the_same: bool
+    progress: Progress | None, checkpoint: Checkpoint | None, *, reads_the_same: bool
 ) -> Continuation | None:
     """Return where a new checkpoint has to begin; None: the one that there is goes on.
 
     Args:
         progress: stored at the log server; None if there is nothing.
-        checkpoint: of the folder; None if there is none.
-        now_ms: since 1970.
+        checkpoint: of the folder; None if there is none. Where both are lost, ``give_up`` makes a new progress.
         reads_the_same: whether the query reads the same datasets as when the checkpoint was begun.
 
     """
     if checkpoint is None or not checkpoint.fits(progress):
-        return continuation(progress, now_ms)
+        assert progress is not None, "one of both is there"
+        return continuation(progress)
     if reads_the_same:
         return None
     last = checkpoint.progress()
     if last is None:
         return Continuation(checkpoint.base, checkpoint.start, checkpoint.first_end)
-    return continuation(last if progress is None or last.execution > progress.execution else progress, now_ms)
+    return continuation(last if progress is None or last.execution > progress.execution else progress)
+
+
+def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: Mapping[str, Any], now_ms: int) -> Progress:
+    """Return an execution without results: behind it, a query goes on that gives up its records up to ``end``.
+
+    If nothing is known of the query any more, logs may still know its former executions, and take smaller numbers for
+    repeated ones. So the number is the time then, in ms since 1970: executions are rarer than that, and the number is
+    ahead of theirs, also of those that were numbered so before.
+    """
+    known = [] if progress is None else [progress.execution]
+    known += [] if checkpoint is None else [checkpoint.last]
+    last = max(known, default=now_ms)
+    return Progress(last + 1, Window(progress.window.end if progress else end, end), is_done=True)
 
 
 def with_new_datasets(offsets: Mapping[str, Any], tips: Mapping[str, int]) -> Mapping[str, Any]:

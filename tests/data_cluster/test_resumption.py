@@ -14,6 +14,7 @@ from dynamoth.data.executions import (
     Progress,
     QueryStatus,
     Window,
+    give_up,
     parse_progress,
     parse_status,
     resumption,
@@ -45,7 +46,6 @@ NOW_MS = 1_790_000_000_500
 @pytest.mark.parametrize(
     ("stored", "found", "expected"),
     [
-        (None, None, Continuation(NOW_MS // 1000)),
         (progress(7), None, Continuation(7, offsets(7))),
         (progress(7, is_done=False), None, Continuation(6, offsets(6), offsets(7))),
         (progress(7, is_dropped=True), None, Continuation(7)),
@@ -73,12 +73,12 @@ NOW_MS = 1_790_000_000_500
 def test_where_a_query_goes_on(
     stored: Progress | None, found: Checkpoint | None, expected: Continuation | None
 ) -> None:
-    assert resumption(stored, found, NOW_MS, reads_the_same=True) == expected
+    assert resumption(stored, found, reads_the_same=True) == expected
 
 
 def test_another_dataset_begins_a_new_checkpoint_where_the_farther_one_ended() -> None:
     def resumed(stored: Progress | None, found: Checkpoint) -> Continuation | None:
-        return resumption(stored, found, NOW_MS, reads_the_same=False)
+        return resumption(stored, found, reads_the_same=False)
 
     assert resumed(progress(7), checkpoint(3, 7)) == Continuation(7, offsets(7))
     assert resumed(progress(7), checkpoint(3, 8, committed=7)) == Continuation(7, offsets(7), offsets(8))
@@ -86,6 +86,14 @@ def test_another_dataset_begins_a_new_checkpoint_where_the_farther_one_ended() -
     assert resumed(None, checkpoint(0, 0)) == Continuation(0, offsets(0))
     unfinished = resumed(progress(7, is_done=False), checkpoint(3, 7, committed=6))
     assert unfinished == Continuation(6, offsets(6), offsets(7))
+
+
+def test_records_are_given_up_behind_the_last_execution_that_is_known() -> None:
+    tips = {"tick_ms": 0, "offsets": {"reports/0": 20}}
+    assert give_up(progress(7), checkpoint(3, 8), tips, NOW_MS) == Progress(9, Window(offsets(7), tips), True)
+    assert give_up(progress(7), None, tips, NOW_MS) == Progress(8, Window(offsets(7), tips), True)
+    assert give_up(None, checkpoint(3, 8), tips, NOW_MS) == Progress(9, Window(tips, tips), True)
+    assert give_up(None, None, tips, NOW_MS) == Progress(NOW_MS + 1, Window(tips, tips), True)
 
 
 def test_datasets_that_are_new_to_a_query_begin_at_their_end() -> None:
@@ -105,9 +113,11 @@ def test_whatever_dies_each_window_is_executed_once_more_at_most(data: st.DataOb
     executed: dict[int, Window] = {}
     tip, now_ms = 0, NOW_MS
     for _ in range(data.draw(st.integers(1, 6))):
-        begin = resumption(stored, found, now_ms, reads_the_same=data.draw(st.booleans()))
+        if stored is None and found is None:
+            stored = give_up(None, None, offsets(tip), now_ms)
+        begin = resumption(stored, found, reads_the_same=data.draw(st.booleans()))
         if begin is not None:
-            assert begin.base >= max(executed, default=0) - (found is not None or stored is not None)
+            assert begin.base >= max(executed, default=0) - 1
             found = Checkpoint(begin.base, {}, begin.base, begin.start or offsets(tip), begin.first_end)
         assert found is not None
         ends, committed = dict(found.ends), found.committed

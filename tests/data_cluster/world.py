@@ -18,6 +18,7 @@ from dynamoth.data.executions import (
     TERM_KEY,
     Progress,
     QueryStatus,
+    begin_progress_command,
     executions_key,
     executions_server,
     parse_progress,
@@ -93,6 +94,8 @@ class World:
 
     def set_query(self, name: str = "of_type", **settings: Any) -> StandingQuery:
         query = read_query(name, {**OF_TYPE, **settings})
+        begin = begin_progress_command(name, {"tick_ms": 0, "offsets": {}})
+        self.servers.run(executions_server(name, self.servers.ids), begin)
         self.put(QUERIES_KEY, name, entry_of(query))
         return query
 

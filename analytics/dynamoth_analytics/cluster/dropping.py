@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from dataclasses import replace
 
-from dynamoth.data.executions import Progress, QueryStatus, Window, unused_base
+from dynamoth.data.executions import QueryStatus, give_up
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.results import dropped_payload
@@ -32,13 +33,13 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     interests = _interests(context, name)
     status = context.status(name) or QueryStatus()
     now_ms = int(time.time() * 1000)
-    execution = (progress.execution if progress else unused_base(now_ms)) + 1
+    end = progress.window.end if progress else {"tick_ms": 0, "offsets": {}}
+    last = replace(give_up(progress, None, end, now_ms), is_dropped=True)
     query = StandingQuery(name, "", "", 0, version=status.version)
     payload = dropped_payload(name, status.version)
     counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-    context.publication(query, execution, 0).publish_payloads(((each, payload) for each in interests), counts)
-    window = progress.window if progress else Window({"tick_ms": 0, "offsets": {}}, {"tick_ms": 0, "offsets": {}})
-    context.store_progress(name, Progress(execution, Window(window.end, window.end), is_done=True, is_dropped=True))
+    context.publication(query, last.execution, 0).publish_payloads(((each, payload) for each in interests), counts)
+    context.store_progress(name, last)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):
         shutil.rmtree(context.folder / kind / name, ignore_errors=True)

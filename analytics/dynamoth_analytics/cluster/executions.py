@@ -34,11 +34,13 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.executions import (
+    Checkpoint,
     Progress,
     QueryStatus,
     Window,
     executions_key,
     executions_server,
+    give_up,
     parse_progress,
     parse_status,
     restart_key,
@@ -47,7 +49,6 @@ from dynamoth.data.executions import (
     store_progress_command,
     store_status_command,
     ticks_missed,
-    unused_base,
     with_new_datasets,
 )
 from dynamoth.data.queries import StandingQuery
@@ -184,6 +185,8 @@ class QueryRunner:
         self._began_ms = self._ended_ms = 0
         self._retry_at = 0.0
         self._retry_s = RETRY_S
+        #: Whether Spark has executed the query in this process.
+        self._has_executed = False
         #: Held while an execution runs.
         self._executing = threading.Lock()
         self._stopping = threading.Event()
@@ -226,26 +229,28 @@ class QueryRunner:
         """
         self.stop()
         name, context = self.query.name, self._context
-        progress, checkpoint = context.progress(name), self._checkpoint.read()
-        known = [progress.execution] if progress else []
-        known += [checkpoint.last] if checkpoint else []
-        last = max(known, default=unused_base(_now_ms()))
         end = self._windows.now()
         for each in (self.datasets[each] for each in self.query.reads):
             if each.kind == "keyed":
                 context.snapshots.pass_over_losses(context.spark, each, end["offsets"])
-        window = Window(progress.window.end if progress else end, end)
-        write_execution(
-            context.folder / "executions",
-            name,
-            {"execution": last + 1, "version": self.query.version, "start": window.start, "end": window.end}
-            | {"seconds": 0.0, "ended_ms": _now_ms(), "skipped": True},
-        )
-        context.store_progress(name, Progress(last + 1, window, is_done=True))
+        self._give_up(context.progress(name), self._checkpoint.read(), end)
         context.servers.run(executions_server(name, context.servers.ids), (b"DEL", restart_key(name)))
         _log.warning("query %s: restarted by an operator: it goes on behind the records that there are", name)
         self._retry_at, self._retry_s, self._ended_ms = 0.0, RETRY_S, 0
         self._set_state("running")
+
+    def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None, end: Mapping[str, Any]) -> Progress:
+        """Go on behind ``end``; what is given up is written down as an execution without results. Returns that."""
+        skipped, context = give_up(progress, checkpoint, end, _now_ms()), self._context
+        write_execution(
+            context.folder / "executions",
+            self.query.name,
+            {"execution": skipped.execution, "version": self.query.version}
+            | {"start": skipped.window.start, "end": skipped.window.end}
+            | {"seconds": 0.0, "ended_ms": _now_ms(), "skipped": True},
+        )
+        context.store_progress(self.query.name, skipped)
+        return skipped
 
     def _fail(self, error: BaseException) -> None:
         if is_fenced_by_another(error):
@@ -261,7 +266,6 @@ class QueryRunner:
         self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
 
     def _start_stream(self) -> StreamingQuery:
-        self._progress = self._context.progress(self.query.name)
         base = self._prepared_checkpoint()
         self._base, self._error = base.execution, None
         self._stopping.clear()
@@ -274,16 +278,23 @@ class QueryRunner:
     def _prepared_checkpoint(self) -> Base:
         """Return where the checkpoint begins: the one that there is, or a new one behind the last execution."""
         base, datasets = self._checkpoint.base(), sorted(self.query.datasets)
-        reads_the_same = base is None or sorted(base.datasets) == datasets
-        begin = resumption(self._progress, self._checkpoint.read(), _now_ms(), reads_the_same=reads_the_same)
+        checkpoint, progress, name = self._checkpoint.read(), self._context.progress(self.query.name), self.query.name
+        if checkpoint is None and progress is None:
+            progress = self._give_up(None, None, self._windows.now())
+            _log.error(
+                "query %s has no checkpoint, and its log server has lost its progress: it goes on behind the records"
+                " that there are, with execution %d", name, progress.execution + 1,
+            )  # fmt: skip
+        elif checkpoint is None and progress is not None and progress.execution and not progress.is_dropped:
+            _log.warning(
+                "query %s has no checkpoint: it goes on where the log server says that execution %d %s",
+                name, progress.execution, "ended" if progress.is_done else "began",
+            )  # fmt: skip
+        self._progress = progress
+        begin = resumption(progress, checkpoint, reads_the_same=base is None or sorted(base.datasets) == datasets)
         if begin is None:
             assert base is not None, "it goes on"
             return base
-        if self._progress is not None and base is None and not self._progress.is_dropped:
-            _log.warning(
-                "query %s has no checkpoint: it goes on where the log server says that execution %d %s",
-                self.query.name, self._progress.execution, "ended" if self._progress.is_done else "began",
-            )  # fmt: skip
         now = self._windows.now()
         start = with_new_datasets(begin.start or now, now["offsets"])
         end = None if begin.first_end is None else with_new_datasets(begin.first_end, now["offsets"])
@@ -367,8 +378,9 @@ class QueryRunner:
         self.table.refresh()
         counts: Counter[str] = Counter()
         file, interests_count = self.table.file(end.get("sealed_ms", end["tick_ms"]))
-        if not interests_count:
+        if not interests_count and self._has_executed:
             return counts
+        self._has_executed = True  # once without interests, too: so Java is warm when the first ones come
         interests: DataFrame = spark.read.schema(from_arrow_schema(interest_schema(query))).parquet(str(file))
         tables = None
         if interests_count <= ROWS_MAX:

@@ -217,8 +217,8 @@ def checkpoints_always_fit() -> AbstractContextManager[None]:
 def unfinished_executions_are_skipped() -> AbstractContextManager[None]:
     """A new checkpoint begins behind the last execution, though that may be published in part."""
 
-    def skip(progress: Progress | None, now_ms: int) -> Any:
-        return continuation(None if progress is None else replace(progress, is_done=True), now_ms)
+    def skip(progress: Progress) -> Any:
+        return continuation(replace(progress, is_done=True))
 
     return replaced(dynamoth.data.executions, continuation=skip)
 
@@ -226,8 +226,8 @@ def unfinished_executions_are_skipped() -> AbstractContextManager[None]:
 def progress_is_not_read() -> AbstractContextManager[None]:
     """A data cluster without a checkpoint begins behind the records that there are."""
 
-    def begin_now(_: Progress | None, now_ms: int) -> Continuation:
-        return continuation(None, now_ms)
+    def begin_now(_: Progress) -> Continuation:
+        return Continuation(0)
 
     return replaced(dynamoth.data.executions, continuation=begin_now)
 

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.executions import (
+    Checkpoint,
     Progress,
     Window,
     executions_key,
     executions_server,
+    give_up,
     parse_progress,
     resumption,
     store_progress_command,
@@ -154,8 +156,10 @@ class ModelQuery:
         """Make a checkpoint that fits the stored progress."""
         name = self._query.name
         self._progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
-        now_ms = int(self._place.machine.now * 1000)
-        begin = resumption(self._progress, self._folder.read(), now_ms, reads_the_same=True)
+        checkpoint = self._folder.read()
+        if checkpoint is None and self._progress is None:
+            yield from self._give_up(None, None)
+        begin = resumption(self._progress, checkpoint, reads_the_same=True)
         if begin is not None:
             tips = yield from self._tips()
             now = {"tick_ms": 0, "offsets": tips}
@@ -227,12 +231,15 @@ class ModelQuery:
         """Go on behind all records that there are. What is given up is an execution without results."""
         name, checkpoint = self._query.name, self._folder.read()
         progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
-        last = max(progress.execution if progress else 0, checkpoint.last if checkpoint else 0)
-        end: dict[str, Any] = {"tick_ms": 0, "offsets": (yield from self._tips())}
-        window = Window(progress.window.end if progress else end, end)
-        self._place.witness.skips(name, last + 1, window)
-        yield from self._store_progress(Progress(last + 1, window, is_done=True))
+        yield from self._give_up(progress, checkpoint)
         self._is_to_restart = False
+
+    def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None) -> Asking:
+        """Go on behind all records that there are."""
+        end: dict[str, Any] = {"tick_ms": 0, "offsets": (yield from self._tips())}
+        skipped = give_up(progress, checkpoint, end, int(self._place.machine.now * 1000))
+        self._place.witness.skips(self._query.name, skipped.execution, skipped.window)
+        yield from self._store_progress(skipped)
 
     # An execution.
 

@@ -89,11 +89,11 @@ DATA_PROFILES: dict[str, DataProfile] = {
             losses_allowed=True,
             edge=data_edge(logs_may_fail=True),
         ),
-        # They lose records, interests and progress. Nobody takes over: of progress and disk, one is left.
+        # They lose records, interests and progress; data clusters lose their disks, maybe just then.
         DataProfile(
             name="data-logs",
             servers=2,
-            faults=(*PLANNED, *CRASHES, *KILLS, "stop log", "lose log", "restore log"),
+            faults=(*PLANNED, *CRASHES, *KILLS, *TAKE_OVERS, "stop log", "lose log", "restore log"),
             losses_allowed=True,
             edge=data_edge(logs_may_fail=True),
             data=DataOptions(records_may_be_lost=True),
