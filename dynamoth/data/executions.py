@@ -153,6 +153,8 @@ def resumption(
 def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: Mapping[str, Any], now_ms: int) -> Progress:
     """Return an execution without results: behind it, a query goes on that gives up its records up to ``end``.
 
+    An execution that was not finished is given up, too; a part of it may have been published.
+
     If nothing is known of the query any more, logs may still know its former executions, and take smaller numbers for
     repeated ones. So the number is the time then, in ms since 1970: executions are rarer than that, and the number is
     ahead of theirs, also of those that were numbered so before.
@@ -160,7 +162,10 @@ def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: Mappi
     known = [] if progress is None else [progress.execution]
     known += [] if checkpoint is None else [checkpoint.last]
     last = max(known, default=now_ms)
-    return Progress(last + 1, Window(progress.window.end if progress else end, end), is_done=True)
+    start = end
+    if progress is not None:
+        start = progress.window.end if progress.is_done else progress.window.start
+    return Progress(last + 1, Window(start, end), is_done=True)
 
 
 def with_new_datasets(offsets: Mapping[str, Any], tips: Mapping[str, int]) -> Mapping[str, Any]:
@@ -240,7 +245,7 @@ def parse_progress(reply: Any) -> Progress | None:
 
 @dataclass
 class QueryStatus:
-    """The state of a query, for people: ``dynamoth query status``."""
+    """The state of a query, for people: ``dynamoth query list`` and ``show``."""
 
     #: ``running``, ``failing``, ``refused`` (its definition cannot be executed) or ``dropped``.
     state: str = "running"
@@ -248,6 +253,8 @@ class QueryStatus:
     since_ms: int = 0
     reason: str = ""
     version: int = 0
+    #: The versions of its datasets, with which ``version`` was checked.
+    datasets: dict[str, int] = field(default_factory=dict[str, int])
     interests: int = 0
     #: The last execution that has ended: its number, tick, end, and how long it took.
     execution: int = 0

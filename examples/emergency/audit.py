@@ -46,6 +46,10 @@ from emergency.judge import (
 )
 
 DEFINITIONS = Path(__file__).with_name("emergency.toml")
+P50_S = 1.5
+P99_S = 3.0
+"""What an execution and its delivery may take behind the wait for a tick, of half of the reports, and of 99%."""
+
 SHOWN_FAULTS = 20
 PAGE = 10_000
 
@@ -200,7 +204,8 @@ def _latencies(
 ) -> dict[str, Any]:
     """Return the time from a report to the handler by the period of queries, in seconds.
 
-    Reports of an outage, and those of the period before it, which were not executed yet, count apart.
+    Reports of an outage, and those of the period before it, which were not executed yet, count apart. The others are
+    ``quick`` if half of them take half a period and ``P50_S`` at most, and 99% a period and ``P99_S``.
     """
     names = {interest.id: interest.query for interest, _ in interests}
     by_period: dict[tuple[int, bool], list[float]] = defaultdict(list)
@@ -213,12 +218,11 @@ def _latencies(
     figures: dict[str, Any] = {}
     for period_s, is_outage in sorted(by_period):
         ordered = sorted(by_period[period_s, is_outage])
-        figures[f"{period_s} s" + ", outages" * is_outage] = {
-            "count": len(ordered),
-            "p50": round(quantile(ordered, 0.5) / 1000, 2),
-            "p99": round(quantile(ordered, 0.99) / 1000, 2),
-            "max": round(ordered[-1] / 1000, 2),
-        }
+        p50_s, p99_s = (round(quantile(ordered, part) / 1000, 2) for part in (0.5, 0.99))
+        own = {"count": len(ordered), "p50": p50_s, "p99": p99_s, "max": round(ordered[-1] / 1000, 2)}
+        if not is_outage:
+            own["quick"] = p50_s <= period_s / 2 + P50_S and p99_s <= period_s + P99_S
+        figures[f"{period_s} s" + ", outages" * is_outage] = own
     return figures
 
 
@@ -236,9 +240,10 @@ def show(summary: Mapping[str, Any]) -> None:
         shown = ", ".join(f"{key} {count:,}".strip() for key, count in values)
         print(f"  {name.replace('_', ' '):16} {shown}")
     for name, figures in summary["latency_s"].items():
+        slow = "" if figures.get("quick", True) else f"; SLOW: above half a period + {P50_S} s, or a period + {P99_S} s"
         print(
             f"  report to handler, queries of {name}: p50 {figures['p50']} s, p99 {figures['p99']} s,"
-            f" at most {figures['max']} s ({figures['count']:,} deliveries)"
+            f" at most {figures['max']} s ({figures['count']:,} deliveries){slow}"
         )
     for text in summary["texts"][:SHOWN_FAULTS]:
         print(f"  FAULT {text}")

@@ -19,6 +19,9 @@ from dynamoth_analytics.cluster.executions import ClusterContext
 
 SCAN_COUNT = b"1000"
 
+RETAINED_MAX = 10**7
+"""The largest ``retained_min`` of a query: nobody knows its own any more, and the last publication trims no log."""
+
 _log = logging.getLogger("dynamoth.data-cluster")
 
 
@@ -35,7 +38,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     now_ms = int(time.time() * 1000)
     end = progress.window.end if progress else {"tick_ms": 0, "offsets": {}}
     last = replace(give_up(progress, None, end, now_ms), is_dropped=True)
-    query = StandingQuery(name, "", "", 0, version=status.version)
+    query = StandingQuery(name, "", "", 0, version=status.version, retained_min=RETAINED_MAX)
     payload = dropped_payload(name, status.version)
     counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
     context.publication(query, last.execution, 0).publish_payloads(((each, payload) for each in interests), counts)

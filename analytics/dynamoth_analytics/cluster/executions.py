@@ -172,8 +172,10 @@ class QueryRunner:
         self._windows = Windows(context.servers, on, reads, Ticks(query.period_s, phase_s))
         self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)
         self.status = context.status(query.name) or QueryStatus()
-        if not self.status.execution or self.status.version != query.version:  # else it was executed, as it is
+        versions = {name: each.version for name, each in sorted(self.datasets.items())}
+        if not self.status.execution or (self.status.version, self.status.datasets) != (query.version, versions):
             self._compiled.check(context.spark, datasets)
+        self.status.datasets = versions
         self._set_state("running")
         self._stream: StreamingQuery | None = None
         self._base = 0

@@ -143,12 +143,16 @@ class SmallWindows:
                 each for each in self._snapshots.get(dataset.name, []) if each.rows.schema == record_schema(dataset)
             ]
             newest = next((each for each in reversed(known) if each.is_at_most(end)), None)
-            if newest is None:
-                newest = self._read_base(dataset, self._bases.base_of(dataset, end))
+            base = self._bases.base_of(dataset, end)
+            # A base is newer where no window has ended for a while, or where records were lost after the last one.
+            if newest is None or (base is not None and not base.is_at_most(newest.offsets)):
+                newest = self._read_base(dataset, base)
+            own = {name: end.get(name, 0) for name in partition_names(dataset)}
+            if newest is not None and newest.offsets == own:
+                return newest.rows
             changes = None if newest is None else self._read(dataset, newest.offsets, end, CHANGES_MAX)
             if newest is None or changes is None:
                 return None
-            own = {name: end.get(name, 0) for name in partition_names(dataset)}
             snapshot = _Snapshot(own, _latest(arrow.concat_tables([newest.rows, changes]), dataset.key))
             if len(snapshot.rows) > ROWS_MAX or snapshot.rows.nbytes > BYTES_MAX:
                 return None
