@@ -4,15 +4,18 @@ Run with ``python -m bench.small_windows``; ``--help`` tells the rest. A real ``
 servers with the queries, interests and records of ``examples/emergency``: places of all users each second, and five
 reports. There are no brokers and no users: this is about executions alone. It is killed after half of the time, and
 started again. Java is slow when it has just started, so executions are shown by their order in their process: how long
-they took, and how long after their tick they ended.
+they took, and how long after their tick they ended. With ``--archive-hours``, the archive has the records of so many
+hours before; the memory of the data cluster is shown, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +33,7 @@ from dynamoth.data.records import append_records_command, partition_name, partit
 from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import log_server
+from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import environment_without_settings
@@ -44,6 +48,9 @@ DEFINITIONS = Path(__file__).parents[1] / "examples" / "emergency" / "emergency.
 
 REPORTS_PER_S = 5
 TEXT = "x" * 300
+ARCHIVE_S = 30
+HOT_RECORDS = 1000
+RECORDS_AT_ONCE = 500
 ORDERS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """The executions of each query that are shown."""
 
@@ -81,14 +88,21 @@ class Cluster:
         self._places = {plan.name: self._random.choice(self._town.squares) for plan in plans}
         self._reports = 0
 
-    def second(self) -> None:
-        """Store the records of a second."""
+    def fill_archive(self, folder: Path, hours: float) -> None:
+        """Archive the records of some hours as they would have been, in a file of each partition each 30 s."""
+        archiver, catalog = Archiver(self._servers, folder / "archive", HOT_RECORDS), self._servers.catalog()
+        for _ in range(round(hours * 3600 / ARCHIVE_S)):
+            self.store(ARCHIVE_S)
+            archiver.archive(catalog)
+
+    def store(self, seconds: int) -> None:
+        """Store the records of some seconds."""
         now, choose = time.time(), self._random.choice
         self._append(
             "user_locations",
-            [{"user": user, "lat": at.lat, "lon": at.lon, "at": now} for user, at in self._places.items()],
+            [{"user": user, "lat": at.lat, "lon": at.lon, "at": now} for user, at in self._places.items()] * seconds,
         )
-        places = [choose(self._town.squares) for _ in range(REPORTS_PER_S)]
+        places = [choose(self._town.squares) for _ in range(REPORTS_PER_S * seconds)]
         self._append(
             "reports",
             [
@@ -97,7 +111,7 @@ class Cluster:
                 for number, at in enumerate(places)
             ],
         )
-        self._reports += REPORTS_PER_S
+        self._reports += len(places)
 
     def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         dataset: Dataset = self._datasets[name]
@@ -107,8 +121,9 @@ class Cluster:
             by_partition.setdefault(partition_of(dataset, place, number), []).append((value, id_))
         for partition, own in by_partition.items():
             server = self._servers.server_of(partition_name(dataset.stream, partition))
-            command = append_records_command(dataset, partition, own, self._servers.run_id(server))
-            self._servers.run(server, command)
+            for begin in range(0, len(own), RECORDS_AT_ONCE):
+                records, run_id = own[begin : begin + RECORDS_AT_ONCE], self._servers.run_id(server)
+                self._servers.run(server, append_records_command(dataset, partition, records, run_id))
 
     def _put(self, key: bytes, name: str, entry: Any) -> None:
         for id_ in self._servers.ids:
@@ -119,12 +134,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--users", type=int, default=400, metavar="N")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S")
+    parser.add_argument("--archive-hours", type=float, default=0.0, metavar="H")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     arguments = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cluster = Cluster(stack, arguments.users, arguments.seed)
         sys.stdout.write(f"{len(cluster.periods_s)} queries, {cluster.interests} interests\n")
+        if arguments.archive_hours:
+            cluster.fill_archive(folder / "data", arguments.archive_hours)
+            sys.stdout.write(f"the archive has {arguments.archive_hours:g} hours\n")
         for title in ("first start", "started again after a kill"):
             before = len(list(_executions(folder)))
             began = time.time()
@@ -147,12 +166,26 @@ def _run(cluster: Cluster, folder: Path, seconds: float) -> None:
         end = due = time.monotonic()
         end += seconds
         while due < end:
-            cluster.second()
+            cluster.store(1)
             due += 1.0
             if child.wait(max(0.0, due - time.monotonic())):
                 raise child.failure()
+        sys.stdout.write("; ".join(_costs(child.pid)) + "\n")
     finally:
         child.kill()
+
+
+def _costs(pid: int) -> Iterator[str]:
+    """Yield what the data cluster and its Java have used so far."""
+    java = subprocess.run(["pgrep", "-P", str(pid), "java"], capture_output=True, text=True, check=True).stdout.split()[
+        0
+    ]
+    for name, each in (("data cluster", str(pid)), ("Java", java)):
+        status = Path(f"/proc/{each}/status").read_text()
+        [kib] = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+        ticks = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[11:13]
+        cpu_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        yield f"{name}: {int(kib) / 1024:.0f} MiB at most, {cpu_s:.0f} s of CPU"
 
 
 def _executions(folder: Path) -> Iterator[dict[str, Any]]:

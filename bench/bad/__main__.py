@@ -79,9 +79,11 @@ def _figures(name: str) -> tuple[SimFigure | PrototypeFigure, ...]:
 
 
 def _seeds(runs: Runs) -> str:
-    """Return how many seeds there are of each run."""
+    """Return how many seeds there are of each run, and which, if not the first ones."""
     least, most = min(map(len, runs.values())), max(map(len, runs.values()))
-    return f"{least} seeds" if least == most else f"{least} to {most} seeds"
+    found = sorted({run.seed for each in runs.values() for run in each})
+    which = "" if found == [*range(1, most + 1)] else f" ({', '.join(map(str, found))})"
+    return (f"{least} seeds" if least == most else f"{least} to {most} seeds") + which
 
 
 NAMES = sorted((*SIMULATED, *PROTOTYPED, "million"), key=lambda name: (not name.isdigit(), name.zfill(2)))
