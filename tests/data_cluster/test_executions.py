@@ -186,6 +186,42 @@ def test_an_overrun_is_counted_and_covered(driver: SparkSession, world: World) -
     assert runner.status.counts["ticks_missed"] >= 1
 
 
+def test_a_continuous_query_is_executed_when_there_are_records(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query(period_s=0)
+    interest = world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        for each in ("a", "b"):
+            world.append(dataset, *reports("fire", each))
+            until(lambda now=each: now in world.ids(interest), runner)
+    assert world.ids(interest) == ["a", "b"]
+    ticks = [each["end"]["tick_ms"] for each in world.executions("of_type")]
+    assert all(after - before >= 1000 for before, after in pairwise(ticks)), "at most once a second"
+    assert "overruns" not in runner.status.counts
+
+
+def test_an_execution_has_as_many_jobs_for_300_interests_as_for_one(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "0"})
+    runner = world.runner(world.context(driver), query, dataset)
+    tracker = driver.sparkContext.statusTracker()
+    jobs: list[int] = []
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        for others in (0, 299):
+            for number in range(others):
+                world.register("of_type", {"type": f"other {number}"})
+            world.append(dataset, *reports("0", f"with {others} others"))
+            until(lambda now=f"with {others} others": now in world.ids(interest), runner)
+            until(lambda: not runner._executing.locked(), runner)  # pyright: ignore[reportPrivateUsage]
+            stream = runner._stream  # pyright: ignore[reportPrivateUsage]
+            assert stream is not None
+            jobs.append(len(tracker.getJobIdsForGroup(str(stream.runId))) - sum(jobs))
+    assert [each["interests"] for each in world.executions("of_type")] == [1, 300]
+    assert jobs[0] == jobs[1] > 0
+
+
 def test_a_dropped_query_says_so_once_and_can_come_back(driver: SparkSession, world: World) -> None:
     dataset, query = world.set_dataset(), world.set_query()
     interest = world.register("of_type", {"type": "fire"})
