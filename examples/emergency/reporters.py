@@ -25,7 +25,7 @@ from emergency.town import Town, build_town, vehicle
 
 REPORTS = "d:reports"
 ATTEMPTS_S = 60.0
-"""A report that nobody takes for so long is given up, and the audit learns that it is doubtful."""
+"""A report that nobody takes for this time is given up, and the audit learns that it is doubtful."""
 
 RETRY_S = 0.5
 ANSWER_TIMEOUT_S = 10.0

@@ -9,7 +9,7 @@ HORIZON_S = 600
 
 
 def phases(periods: Mapping[str, int]) -> dict[str, float]:
-    """Return the phase of each query: its ticks are so many seconds behind the multiples of its period.
+    """Return the phase of each query: the seconds between a multiple of its period and its tick.
 
     Queries with a short period choose first, by name, and each takes the whole second at which the fewest of those
     before it are executed. So one more query changes the phase of those with longer periods at most. A continuous query

@@ -10,8 +10,8 @@ Rows have the columns ``channel`` and ``payload``, each a string or bytes. Optio
                  then published
 ``durable``      ``true``: the log servers lose nothing when they restart
 ``ordered_by``   a column. Several rows of one channel in a batch are published in its order, within a Spark partition
-``retained``     of a log: so many publications at least (default 10000)
-``ttl_s``        of a log: it ends so long after its last reader or writer (default 7 days)
+``retained``     how many publications a log keeps, at least (default 10000)
+``ttl_s``        how long a log lives after its last reader or writer (default 7 days)
 ``term``         of the writer: a log refuses one with a smaller term than before (default 0)
 ===============  ==================================================================================================
 
@@ -54,7 +54,7 @@ from dynamoth_analytics.cluster.publishing import Publication, publish_messages
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
-"""Where Spark tells a task the number of its batch."""
+"""The property of a task that has the number of its batch."""
 
 INLINE_BYTES_MAX = 64 * 1024
 """A logged payload that is longer is not published: brokers read it from the log."""

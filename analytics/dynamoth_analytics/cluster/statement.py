@@ -18,21 +18,23 @@ from dynamoth_analytics.cluster.dialect import StandingSql, keep_units
 TICK = "execution_time"
 """Function without arguments: the time of the execution."""
 
-CHANGING = {
-    "rand", "randn", "random", "uuid", "shuffle", "now", "current_timestamp", "current_date", "current_time",
-    "localtimestamp", "curdate", "monotonically_increasing_id", "currenttimestamp", "currentdate", "currenttime",
-    "localtime", "uniform", "randstr",
+TIMES = {
+    "now", "current_timestamp", "current_date", "current_time", "localtimestamp", "curdate", "currenttimestamp",
+    "currentdate", "currenttime", "localtime",
 }  # fmt: skip
+TIMES_WITHOUT_ARGUMENTS = {"unix_timestamp", "to_unix_timestamp"}
+"""Functions that give the present time, which is another one when an execution is repeated."""
+
+RANDOM = {"rand", "randn", "random", "uuid", "shuffle", "monotonically_increasing_id", "uniform", "randstr"}
 """Functions that give something else when an execution is repeated."""
 
-CHANGING_WITHOUT_ARGUMENTS = {"unix_timestamp", "to_unix_timestamp"}
-"""Functions that do so without arguments."""
+FAILING = {"raise_error", "assert_true"}
+"""Functions that end the execution for all interests."""
 
 OUTSIDE = {
     "java_method", "reflect", "try_reflect", "input_file_name", "input_file_block_start", "input_file_block_length",
     "current_user", "session_user", "user", "version", "current_database", "current_schema", "current_catalog",
-    "current_path", "read_files", "spark_partition_id", "raise_error", "assert_true", "from_protobuf", "to_protobuf",
-    "measure",
+    "current_path", "read_files", "spark_partition_id", "from_protobuf", "to_protobuf", "measure",
 }  # fmt: skip
 """Functions that reach outside of the datasets."""
 
@@ -115,14 +117,17 @@ def _check_functions(query: StandingQuery, tree: exp.Select) -> None:
         if isinstance(call, exp.Connector):
             continue
         name = _name_of(call)
-        if name in CHANGING or (name in CHANGING_WITHOUT_ARGUMENTS and not call.expressions):
-            raise refusal(
-                query,
-                f"{name}() gives something else each time, and an execution may be repeated: use {TICK}() for the time"
-                " of the execution",
-            )
-        if name in OUTSIDE or name.startswith("_"):
-            raise refusal(query, f"{name}() reaches outside of the datasets")
+        if name in TIMES or (name in TIMES_WITHOUT_ARGUMENTS and not call.expressions):
+            reason = f"gives another time when an execution is repeated: use {TICK}(), the time of the execution"
+        elif name in RANDOM:
+            reason = "gives something else when an execution is repeated: compute it before the record is stored"
+        elif name in FAILING:
+            reason = "would end the execution for all users of the query: use WHERE"
+        elif name in OUTSIDE or name.startswith("_"):
+            reason = "reaches outside of the datasets"
+        else:
+            continue
+        raise refusal(query, f"{name}() {reason}")
 
 
 def _name_of(call: exp.Func) -> str:

@@ -21,7 +21,7 @@ class Ticks:
 
     Args:
         period_s: of the query; 0: it is continuous, and ticks are ``CONTINUOUS_MS`` apart.
-        phase_s: so many seconds behind the multiples of the period.
+        phase_s: seconds between a multiple of the period and the tick that belongs to it.
 
     """
 

@@ -36,7 +36,7 @@ LOOK_S = 0.2
 """It looks this often whether a newer data cluster has begun."""
 
 TIDY_LOOKS = 3
-"""Every so many looks it ends interests, and writes definitions to servers that lack them."""
+"""After this number of looks it ends interests, and writes definitions to servers that lack them."""
 
 TIMEOUT_S = 0.6
 """A command that a log server does not answer within this has failed."""
