@@ -8,9 +8,11 @@ from contextlib import contextmanager
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import TERM_KEY, executions_server, restart_key
+from dynamoth.data.executions import executions_server, restart_key
+from dynamoth.data.terms import TERM_KEY
+from dynamoth_analytics.cluster.failures import TakenOver
 from dynamoth_analytics.cluster.metrics import collect
-from dynamoth_analytics.cluster.runner import ClusterRunner, TakenOver
+from dynamoth_analytics.cluster.runner import ClusterRunner
 from tests.data_cluster.world import STATIC, World, reports, until
 
 
@@ -100,7 +102,7 @@ def test_a_newer_data_cluster_ends_this_one(driver: SparkSession, world: World) 
         former.look()
         newer.look()
         assert newer.term == former.term + 1
-        with pytest.raises(TakenOver, match="one is enough"):
+        with pytest.raises(TakenOver, match=r"has taken over \(term \d+\): this one ends"):
             former.look()
         for id_ in world.servers.ids:
             world.servers.run(id_, (b"DEL", TERM_KEY))

@@ -18,10 +18,10 @@ from pyspark.sql import SparkSession
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
-from dynamoth_analytics.cluster.failures import reason_of
+from dynamoth_analytics.cluster.failures import TakenOver, reason_of
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.metrics import collect, collect_ingest
-from dynamoth_analytics.cluster.runner import ClusterRunner, TakenOver
+from dynamoth_analytics.cluster.runner import ClusterRunner
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
@@ -122,6 +122,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._runner.archiver.hot_records = config.hot_records
         self._runner.archiver.keep_days = config.archive_keep_days
         self._ingest = Ingest(config.cluster_url, dict(servers.urls), durable=config.log_durable)
+        self._ingesting: asyncio.Future[None] | None = None
         #: What does not work now, by kind of work.
         self._faults: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(4, "data-cluster")
@@ -133,10 +134,9 @@ class DataClusterProcess(DaemonProcess[Any]):
             ("archive", self._runner.archive, self._config.archive_s),
             ("upkeep", self._runner.tidy, UPKEEP_S),
         )
-        tasks = [asyncio.ensure_future(self._keep(*each)) for each in works]
-        ingest = asyncio.ensure_future(self._ingest.run())
-        ingest.add_done_callback(self._on_ingest_done)
-        tasks.append(ingest)
+        self._ingesting = asyncio.ensure_future(self._keep_ingesting())
+        self._ingesting.add_done_callback(self._on_ingest_done)
+        tasks = [self._ingesting, *(asyncio.ensure_future(self._keep(*each)) for each in works)]
         try:
             return await super().run()
         finally:
@@ -146,6 +146,13 @@ class DataClusterProcess(DaemonProcess[Any]):
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.get_running_loop().run_in_executor(self._threads, self._runner.stop, STOP_S)
             self._threads.shutdown()
+
+    async def _keep_ingesting(self) -> None:
+        """Store what is published once this data cluster has begun: another one may do so until then."""
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+        self._runner.on_begun = lambda: loop.call_soon_threadsafe(begun.set)
+        await begun.wait()
+        await self._ingest.run()
 
     def _on_ingest_done(self, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -160,6 +167,8 @@ class DataClusterProcess(DaemonProcess[Any]):
             try:
                 await loop.run_in_executor(self._threads, work)
             except (SparkFailed, TakenOver) as error:
+                if self._ingesting is not None:
+                    self._ingesting.cancel()
                 self._log.write(logging.CRITICAL, "the data cluster ends", str(error))
                 self.end(EXIT_FAILED)
                 return
