@@ -178,9 +178,10 @@ class DatasetWriter:
         if catalog is None or time.monotonic() > self._read_at + CATALOG_S or catalog.dataset(name) is None:
             catalog = await self.catalog()
         found = catalog.dataset(name)
+        if found is None and (fault := catalog.dataset_faults.get(name)):
+            raise LogUnavailable(f"the definition of dataset {name!r} cannot be read: {fault}; nothing is stored")
         if found is None:
-            reason = catalog.dataset_faults.get(name, "`dynamoth dataset list` shows those that there are")
-            raise UnknownDataset(f"there is no dataset {name!r}: {reason}")
+            raise UnknownDataset(f"there is no dataset {name!r}: `dynamoth dataset list` shows those that there are")
         if found.kind == "static":
             raise UnknownDataset(f"{name!r} is a static dataset: load it with `dynamoth dataset load`")
         return found

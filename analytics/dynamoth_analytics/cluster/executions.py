@@ -198,6 +198,11 @@ class QueryRunner:
         """Whether its last execution has failed."""
         return self.status.state == "failing"
 
+    @property
+    def is_streaming(self) -> bool:
+        """Whether its stream runs."""
+        return self._stream is not None and bool(self._stream.isActive)
+
     # The stream.
 
     def keep_running(self) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 
 import redis.exceptions
 
-from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.errors import DynamothError
 from dynamoth_client.asyncio import PubSub, Redis
@@ -87,14 +86,15 @@ class Ingest:
     async def _follow(self, client: Redis) -> None:
         """Begin to read new datasets, and end what reads those that are gone."""
         try:
-            names = _names(await self._writer.catalog())
+            catalog = await self._writer.catalog()
         except DynamothError as error:
             self._note("", str(error))
             return
         self._note("", None)
         self._forget_ended()
-        gone = [self._readers.pop(name) for name in self._readers.keys() - names]
-        await _end(gone)
+        names = {name for name, each in catalog.datasets.items() if each.kind != "static"}
+        gone = self._readers.keys() - names - catalog.dataset_faults.keys()
+        await _end([self._readers.pop(name) for name in gone])
         for name in names - self._readers.keys():
             self._readers[name] = asyncio.create_task(self._read(client, name), name=f"ingest of {name}")
 
@@ -197,10 +197,6 @@ class Ingest:
         self.faults[name] = fault
         if before is None:
             _log.error("what is published waits to be stored (%s): %s", what, fault)
-
-
-def _names(catalog: Catalog) -> set[str]:
-    return {name for name, each in catalog.datasets.items() if each.kind != "static"}
 
 
 def _waiting(pubsub: PubSub) -> int:

@@ -122,6 +122,8 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._runner.archiver.hot_records = config.hot_records
         self._runner.archiver.keep_days = config.archive_keep_days
         self._ingest = Ingest(config.cluster_url, dict(servers.urls), durable=config.log_durable)
+        #: Set when the runner has a term.
+        self._begun = asyncio.Event()
         self._ingesting: asyncio.Future[None] | None = None
         #: What does not work now, by kind of work.
         self._faults: dict[str, str] = {}
@@ -129,14 +131,16 @@ class DataClusterProcess(DaemonProcess[Any]):
 
     async def run(self) -> int:
         """Run until the end; return the exit code."""
-        works = (
-            ("queries", self._runner.look, LOOK_S),
-            ("archive", self._runner.archive, self._config.archive_s),
-            ("upkeep", self._runner.tidy, UPKEEP_S),
-        )
+        loop = asyncio.get_running_loop()
+        self._runner.on_begun = lambda: loop.call_soon_threadsafe(self._begun.set)
         self._ingesting = asyncio.ensure_future(self._keep_ingesting())
         self._ingesting.add_done_callback(self._on_ingest_done)
-        tasks = [self._ingesting, *(asyncio.ensure_future(self._keep(*each)) for each in works)]
+        works = (
+            self._keep("queries", self._runner.look, LOOK_S),
+            self._keep_begun("archive", self._runner.archive, self._config.archive_s),
+            self._keep_begun("upkeep", self._runner.tidy, UPKEEP_S),
+        )
+        tasks = [self._ingesting, *map(asyncio.ensure_future, works)]
         try:
             return await super().run()
         finally:
@@ -149,9 +153,7 @@ class DataClusterProcess(DaemonProcess[Any]):
 
     async def _keep_ingesting(self) -> None:
         """Store what is published once this data cluster has begun: another one may do so until then."""
-        loop, begun = asyncio.get_running_loop(), asyncio.Event()
-        self._runner.on_begun = lambda: loop.call_soon_threadsafe(begun.set)
-        await begun.wait()
+        await self._begun.wait()
         await self._ingest.run()
 
     def _on_ingest_done(self, task: asyncio.Future[None]) -> None:
@@ -159,6 +161,11 @@ class DataClusterProcess(DaemonProcess[Any]):
             message = "the data cluster ends because of a bug: please report this line"
             self._log.write(logging.CRITICAL, message, exception=error)
             self.end(EXIT_FAILED)
+
+    async def _keep_begun(self, name: str, work: Callable[[], Any], every_s: float) -> None:
+        """Do some work as ``_keep``, once this data cluster has begun."""
+        await self._begun.wait()
+        await self._keep(name, work, every_s)
 
     async def _keep(self, name: str, work: Callable[[], Any], every_s: float) -> None:
         """Do some work again and again, in a thread; a fault is logged once, and it is tried again."""
