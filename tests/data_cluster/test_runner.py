@@ -141,50 +141,56 @@ def test_only_the_newest_data_cluster_archives(driver: SparkSession, world: Worl
         assert newer.archiver.records == 0, "it is stopping"
 
 
+def two_queries(world: World) -> tuple[str, str]:
+    """Register two queries; return them in the order in which a data cluster looks after them."""
+    for name in ("one", "two"):
+        world.set_query(name)
+    first, second = world.servers.catalog().queries
+    return first, second
+
+
 @pytest.mark.parametrize("kind", ["checkpoints", "interests"])
 def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSession, world: World, kind: str) -> None:
-    dataset, interest = world.set_dataset(), world.register("of_type", {"type": "fire"})
-    world.set_query("a_damaged")
-    world.set_query()
-    damaged = world.folder / kind / "a_damaged"
+    dataset, (name, other) = world.set_dataset(), two_queries(world)
+    interest = world.register(other, {"type": "fire"})
+    damaged = world.folder / kind / name
     damaged.parent.mkdir(parents=True)
     damaged.touch()
     with data_cluster(driver, world) as cluster:
-        with pytest.raises(OSError, match="a_damaged"):
+        with pytest.raises(OSError, match=f"{kind}/{name}"):
             cluster.look()
         world.append(dataset, *reports("fire", "a"))
         until(lambda: world.ids(interest) == ["a"])
-        status = world.status("a_damaged")
+        status = world.status(name)
         assert status is not None
         assert status.state == "failing"
-        assert "a_damaged" in status.reason
-        with pytest.raises(OSError, match="a_damaged"):
+        assert f"{kind}/{name}" in status.reason
+        with pytest.raises(OSError, match=f"{kind}/{name}"):
             cluster.look()
-        assert world.status("a_damaged") == status, "and it is said once"
+        assert world.status(name) == status, "and it is said once"
         damaged.unlink()
         cluster.look()
-        status = world.status("a_damaged")
+        status = world.status(name)
         assert status is not None
         assert status.state == "running"
 
 
 def test_an_order_that_cannot_be_carried_out_holds_up_no_other_one(driver: SparkSession, world: World) -> None:
     world.set_dataset()
-    world.set_query("a_damaged")
-    world.set_query()
-    server = executions_server("a_damaged", world.servers.ids)
+    name, other = two_queries(world)
+    server = executions_server(name, world.servers.ids)
     with data_cluster(driver, world) as cluster:
         cluster.look()
-        cluster.queries()["of_type"].stop()
-        world.servers.run(server, (b"SET", restart_key("a_damaged"), b"1"))
-        progress = world.servers.run(server, (b"GETSET", executions_key("a_damaged"), b"damaged"))
+        cluster.queries()[other].stop()
+        world.servers.run(server, (b"SET", restart_key(name), b"1"))
+        progress = world.servers.run(server, (b"GETSET", executions_key(name), b"damaged"))
         with pytest.raises(DynamothError, match="progress"):
             cluster.look()
-        assert world.servers.run(server, (b"EXISTS", restart_key("a_damaged"))) == 1
-        assert cluster.queries()["of_type"].is_streaming
-        world.servers.run(server, (b"SET", executions_key("a_damaged"), progress))
+        assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 1
+        assert cluster.queries()[other].is_streaming
+        world.servers.run(server, (b"SET", executions_key(name), progress))
         cluster.look()
-        assert world.servers.run(server, (b"EXISTS", restart_key("a_damaged"))) == 0
+        assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 0
 
 
 def test_definitions_that_cannot_be_read_are_refused_once(
