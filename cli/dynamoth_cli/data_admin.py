@@ -236,7 +236,8 @@ async def drop(links: DataLinks, name: str, *, is_query: bool) -> int:
     catalog = await links.catalog()
     kind = "query" if is_query else "dataset"
     known = catalog.queries if is_query else catalog.datasets
-    if name not in known and name not in catalog.faults:
+    faults = catalog.query_faults if is_query else catalog.dataset_faults
+    if name not in known and name not in faults:
         raise ConfigError(f"there is no {kind} {name!r}: `dynamoth {kind} list` shows those that there are")
     if not is_query:
         users = [query.name for query in catalog.queries.values() if name in query.datasets]

@@ -25,6 +25,7 @@ from dynamoth.data.records import (
     partition_of,
     partition_server,
 )
+from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart
 from dynamoth_client.runtime.data_links import TIMEOUT_S, DataLinks, DatasetFull, run_all
 from dynamoth_client.runtime.log_links import LogError, LogUnavailable, UnknownOutcome
@@ -177,9 +178,10 @@ class DatasetWriter:
         if catalog is None or time.monotonic() > self._read_at + CATALOG_S or catalog.dataset(name) is None:
             catalog = await self.catalog()
         found = catalog.dataset(name)
+        if found is None and (fault := catalog.dataset_faults.get(name)):
+            raise LogUnavailable(f"the definition of dataset {name!r} cannot be read: {fault}; nothing is stored")
         if found is None:
-            reason = catalog.faults.get(name, "`dynamoth dataset list` shows those that there are")
-            raise UnknownDataset(f"there is no dataset {name!r}: {reason}")
+            raise UnknownDataset(f"there is no dataset {name!r}: `dynamoth dataset list` shows those that there are")
         if found.kind == "static":
             raise UnknownDataset(f"{name!r} is a static dataset: load it with `dynamoth dataset load`")
         return found
@@ -205,7 +207,11 @@ class DatasetWriter:
                 if isinstance(error, UnknownOutcome):  # the others were not sent
                     rest = LogUnavailable(f"it is not stored, as those before may be missing: {error}")
                 return outcomes + [(each.index, rest) for each in records[begin + len(part) :]]
-            offsets = parse_appended_records(reply)
+            try:
+                offsets = parse_appended_records(reply)
+            except MalformedMessage as error:
+                unread = UnknownOutcome(str(error))
+                return outcomes + [(each.index, unread) for each in records[begin:]]
             outcomes += [(each.index, offset) for each, offset in zip(part, offsets, strict=True)]
         return outcomes
 

@@ -8,6 +8,7 @@ to it again. What is dropped stays as a version without a definition.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ QUERIES_KEY = DATA_PREFIX + b"queries"
 """Hash at every log server: definitions of standing queries by name."""
 
 PUT_SCRIPT = b"""local stored = redis.call('HGET', KEYS[1], ARGV[1])
-if stored and tonumber(string.match(stored, '^%d+')) >= tonumber(ARGV[2]) then return stored end
+if stored and tonumber(string.match(stored, '^%d+') or '0') >= tonumber(ARGV[2]) then return stored end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
 return false
 """
@@ -38,16 +39,20 @@ class Entry:
 
     version: int
     definition: Mapping[str, Any] | None
+    #: Why it cannot be read; empty: it can.
+    fault: str = ""
 
 
 @dataclass
 class Catalog:
-    """Definitions that are known; ``faults`` has those that cannot be read, with the reason."""
+    """Definitions that are known."""
 
     datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
     queries: dict[str, StandingQuery] = field(default_factory=dict[str, StandingQuery])
     dropped_queries: set[str] = field(default_factory=set[str])
-    faults: dict[str, str] = field(default_factory=dict[str, str])
+    #: Why definitions cannot be read, by name.
+    dataset_faults: dict[str, str] = field(default_factory=dict[str, str])
+    query_faults: dict[str, str] = field(default_factory=dict[str, str])
 
     def dataset(self, name: str) -> Dataset | None:
         """Return a dataset, also the one of the refused records of another."""
@@ -80,43 +85,65 @@ def parse_entry(value: bytes) -> Entry:
 
 @parser("the catalog")
 def parse_entries(reply: Any) -> dict[str, Entry]:
-    """Read the reply of ``read_catalog_command``. Raises MalformedMessage."""
+    """Read the reply of ``read_catalog_command``. A field that cannot be read is an entry with a fault.
+
+    Raises MalformedMessage.
+    """
     if isinstance(reply, Mapping):
         pairs = [(read_bytes(name), read_bytes(value)) for name, value in reply.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     else:
         values = read_array(reply)
         pairs = [(read_bytes(n), read_bytes(v)) for n, v in zip(values[::2], values[1::2], strict=True)]
-    return {name.decode(): parse_entry(value) for name, value in pairs}
+    return {name.decode(errors="backslashreplace"): _entry(value) for name, value in pairs}
+
+
+def _entry(value: bytes) -> Entry:
+    try:
+        return parse_entry(value)
+    except MalformedMessage as error:
+        version = re.match(rb"\d*", value)  # as the script reads it
+        return Entry(int(version[0] or 0) if version else 0, None, str(error))
 
 
 def merged(copies: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    """Return the latest entry of each name over the copies of several servers."""
+    """Return the latest entry of each name over the copies of several servers, one without a fault if possible."""
     latest: dict[str, Entry] = {}
     for copy in copies:
         for name, entry in copy.items():
-            if name not in latest or entry.version > latest[name].version:
+            if name not in latest or _rank(entry) > _rank(latest[name]):
                 latest[name] = entry
     return latest
+
+
+def _rank(entry: Entry) -> tuple[int, bool]:
+    return entry.version, not entry.fault
 
 
 def catalog_of(datasets: Mapping[str, Entry], queries: Mapping[str, Entry]) -> Catalog:
     """Read the definitions of merged entries. One that cannot be read is a fault, and harms no other one."""
     catalog = Catalog()
     for name, entry in datasets.items():
-        if entry.definition is not None:
-            try:
-                catalog.datasets[name] = read_dataset(name, {**entry.definition, "version": entry.version})
-            except ConfigError as error:
-                catalog.faults[name] = str(error)
-    for name, entry in queries.items():
-        if entry.definition is None:
-            catalog.dropped_queries.add(name)
-            continue
         try:
-            catalog.queries[name] = read_query(name, {**entry.definition, "version": entry.version})
+            if (definition := _definition(entry)) is not None:
+                catalog.datasets[name] = read_dataset(name, definition)
         except ConfigError as error:
-            catalog.faults[name] = str(error)
+            catalog.dataset_faults[name] = str(error)
+    for name, entry in queries.items():
+        try:
+            if (definition := _definition(entry)) is None:
+                catalog.dropped_queries.add(name)
+            else:
+                catalog.queries[name] = read_query(name, definition)
+        except ConfigError as error:
+            catalog.query_faults[name] = str(error)
     return catalog
+
+
+def _definition(entry: Entry) -> dict[str, Any] | None:
+    """Return a definition with its version; None for what was dropped. Raises ConfigError."""
+    if entry.fault:
+        raise ConfigError(entry.fault)
+    return None if entry.definition is None else {**entry.definition, "version": entry.version}
 
 
 def entry_of(definition: Dataset | StandingQuery) -> Entry:

@@ -8,7 +8,7 @@ other one (a server that has lost its last seconds, a folder that came back from
 them: whichever is ahead counts, and a checkpoint that does not fit is begun again. So the execution that may have been
 published in part is repeated with the same number and the same window, or the next one goes on behind it.
 
-Only the newest data cluster may store progress: each has a *term*, larger than those before, at every log server.
+Only the newest data cluster may store progress (``terms``).
 """
 
 from __future__ import annotations
@@ -20,34 +20,9 @@ from hashlib import blake2b
 from typing import Any
 
 from dynamoth.data.records import DATA_PREFIX
-from dynamoth.edge.log import FENCED
+from dynamoth.data.terms import store_command
 from dynamoth.machine.events import CommandPart
 from dynamoth.protocol.wire import parser, read_bytes
-
-TERM_KEY = DATA_PREFIX + b"term"
-"""String at every log server: the term of the newest data cluster. One with a smaller term is refused by logs."""
-
-RAISE_TERM_SCRIPT = b"""local term = tonumber(redis.call('GET', KEYS[1]) or '0')
-if term < tonumber(ARGV[1]) then
-  redis.call('SET', KEYS[1], ARGV[1])
-  return tonumber(ARGV[1])
-end
-return term
-"""
-"""Raises the term to a number; returns the term after that, which is higher where a newer data cluster is there."""
-
-STORE_SCRIPT = (
-    b"""local term = redis.call('GET', KEYS[1])
-if term and tonumber(term) > tonumber(ARGV[1]) then
-  return redis.error_reply('"""
-    + FENCED.encode()
-    + b""" by a newer data cluster, term ' .. term)
-end
-redis.call('SET', KEYS[2], ARGV[2])
-return redis.status_reply('OK')
-"""
-)
-"""Stores a value, unless a newer data cluster is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +179,9 @@ def status_key(query: str) -> bytes:
     return DATA_PREFIX + b"{" + query.encode() + b"}:status"
 
 
-def raise_term_command(term: int) -> tuple[CommandPart, ...]:
-    """Return the command that raises the term of a server to at least ``term``, and returns it."""
-    return b"EVAL", RAISE_TERM_SCRIPT, b"1", TERM_KEY, b"%d" % term
-
-
 def store_progress_command(query: str, progress: Progress, term: int) -> tuple[CommandPart, ...]:
     """Return the command that stores the progress of a query; refused with ``FENCED`` for a former data cluster."""
-    return b"EVAL", STORE_SCRIPT, b"2", TERM_KEY, executions_key(query), b"%d" % term, _as_text(progress)
+    return store_command(executions_key(query), _as_text(progress), term)
 
 
 def begin_progress_command(query: str, end: Mapping[str, Any]) -> tuple[CommandPart, ...]:
@@ -268,7 +238,7 @@ class QueryStatus:
 def store_status_command(query: str, status: QueryStatus, term: int) -> tuple[CommandPart, ...]:
     """Return the command that stores the status of a query; refused with ``FENCED`` for a former data cluster."""
     text = json.dumps({name: getattr(status, name) for name in QueryStatus.__dataclass_fields__}).encode()
-    return b"EVAL", STORE_SCRIPT, b"2", TERM_KEY, status_key(query), b"%d" % term, text
+    return store_command(status_key(query), text, term)
 
 
 @parser("the status of a query")

@@ -265,11 +265,6 @@ def parse_latest(reply: Any) -> list[Record]:
     return parse_records(list(reversed(read_array(reply))))
 
 
-def trim_command(name: str, until: int) -> tuple[CommandPart, ...]:
-    """Return the command that removes the records of a partition up to ``until``; call it once they are archived."""
-    return b"XTRIM", partition_keys(name)[1], b"MINID", b"%d-0" % (until + 1)
-
-
 def is_records_script(words: Sequence[bytes]) -> bool:
     """Tell whether a command is the script of this module."""
     return len(words) > 1 and words[0] == b"EVAL" and words[1] == APPEND_SCRIPT

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dynamoth import names
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY
-from dynamoth.data.executions import TERM_KEY, executions_key
+from dynamoth.data.executions import executions_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.registrations import registration_keys
+from dynamoth.data.terms import OWNER_KEY, TERM_KEY
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.positions import position_key
@@ -60,6 +61,7 @@ FORBIDDEN = (
     names.PLAN_KEY,
     DATASETS_KEY,
     TERM_KEY,
+    OWNER_KEY,
 )
 
 
@@ -121,7 +123,7 @@ def test_records_and_interests_are_written_by_those_who_have_to_and_definitions_
     assert all(allowed(each.keys_written, key) for each in (operator, cluster, broker) for key in interests)
     for each in (writer, broker):
         assert {DATASETS_KEY, QUERIES_KEY} <= {*each.keys_read}
-        for key in (DATASETS_KEY, QUERIES_KEY, TERM_KEY, executions_key("near")):
+        for key in (DATASETS_KEY, QUERIES_KEY, TERM_KEY, OWNER_KEY, executions_key("near")):
             assert not allowed(each.keys_written, key)
     assert not any(allowed((*client.keys_read, *client.keys_written), key) for key in (*records, *interests))
     assert not allowed(writer.keys_written, interests[0])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.data.catalog import Catalog, Entry, catalog_of, entry_of, merged, parse_entry
+from dynamoth.data.catalog import Catalog, Entry, catalog_of, entry_of, merged, parse_entries, parse_entry
 from dynamoth.data.datasets import (
     SHOWN_RECORD_BYTES,
     BadRecord,
@@ -188,13 +188,26 @@ def test_the_latest_version_of_any_server_counts() -> None:
 def test_a_definition_that_cannot_be_read_harms_no_other_one() -> None:
     catalog = catalog_of({"bad": Entry(1, {"kind": "?"}), "reports": entry_of(read_dataset("reports", GOOD))}, {})
     assert catalog.datasets.keys() == {"reports"}
-    assert "kind is one of" in catalog.faults["bad"]
+    assert "kind is one of" in catalog.dataset_faults["bad"]
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"1 [", b"1 [1]", b"{}"])
 def test_a_malformed_entry_is_recognized(value: bytes) -> None:
     with pytest.raises(MalformedMessage):
         parse_entry(value)
+
+
+def test_a_malformed_entry_harms_no_other_one_and_another_server_may_have_it() -> None:
+    good = entry_of(read_dataset("reports", GOOD))
+    text = b"%d %s" % (good.version, json.dumps(good.definition).encode())
+    spoiled = parse_entries([b"reports", b"%d [" % good.version, b"far", b"{}", b"near", text])
+    assert catalog_of(spoiled, {}).datasets.keys() == {"near"}
+    assert catalog_of(spoiled, {}).dataset_faults.keys() == {"reports", "far"}
+    assert catalog_of({}, spoiled).query_faults.keys() == {"reports", "far", "near"}
+    for copies in ([spoiled, {"reports": good}], [{"reports": good}, spoiled]):
+        assert catalog_of(merged(copies), {}).datasets.keys() == {"reports", "near"}
+    newer = parse_entries([b"reports", b"9 ["])
+    assert merged([newer, {"reports": good}])["reports"].version == 9, "the next one has a larger version"
 
 
 def test_the_dataset_of_refused_records_follows_from_the_other_one() -> None:

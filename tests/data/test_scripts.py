@@ -26,7 +26,6 @@ from dynamoth.data.records import (
     range_command,
     state_command,
     tip_command,
-    trim_command,
 )
 from dynamoth.data.registrations import (
     expire_command,
@@ -35,6 +34,7 @@ from dynamoth.data.registrations import (
     register_command,
     registration_keys,
 )
+from dynamoth.data.terms import trim_command
 from dynamoth.edge.log import LogOptions, append_command, log_keys
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_cli.local.embedded import EmbeddedRedis
@@ -243,7 +243,7 @@ def test_a_partition_that_is_full_refuses_all_of_a_command_until_it_is_trimmed(s
     trimmed, accepted = asyncio.run(
         query(
             f"redis://127.0.0.1:{server.port}",
-            trim_command(NAME, offsets[0]),
+            trim_command(NAME, offsets[0], 0),
             append(SMALL, (b"c", ""), (b"d", "")),
         )
     )

@@ -16,17 +16,16 @@ import redis
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, entry_of, put_command
 from dynamoth.data.executions import (
-    TERM_KEY,
     Progress,
     QueryStatus,
     Window,
-    raise_term_command,
     restart_key,
     store_progress_command,
     store_status_command,
 )
 from dynamoth.data.records import append_records_command, partition_keys, tip_command
 from dynamoth.data.registrations import register_command, registration_keys
+from dynamoth.data.terms import claim_command, trim_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import SERVERS_KEY, log_keys, servers_value
 from dynamoth_analytics.cluster.archive import Archiver
@@ -179,15 +178,15 @@ def _execute(guarded: Guarded, interest: str, folder: Path) -> None:
     """Do what a data cluster does with log servers and the cluster."""
     servers = guarded.servers("data-cluster")
     catalog = servers.catalog()
-    term = int(servers.run("l1", (b"INCR", TERM_KEY)))
-    servers.run("l1", raise_term_command(term))
+    term = servers.take_term("dc1")
+    assert servers.claim_term(term, "dc1") is None
     assert servers.run("l1", (b"MGET", restart_key("of_number")))[0]
     servers.run("l1", (b"DEL", restart_key("of_number")))
     assert servers.tips({"reports": 1})["reports/0"] > 0
     assert servers.now_ms() > 0
     archiver = Archiver(servers, folder / "archive", hot_records=100)
     assert archiver.archive(catalog) == 4  # with a dead letter
-    servers.run("l1", (b"XTRIM", partition_keys("reports/0")[1], b"MINID", b"1-0"))
+    assert servers.run("l1", trim_command("reports/0", 0, term)) == 0
     hash_, _, changes = registration_keys("of_number")
     for command in ((b"HSCAN", hash_, b"0"), (b"HGETALL", hash_), (b"XRANGE", changes, b"-", b"+"), (b"XLEN", changes)):
         assert servers.run("l1", command)
@@ -211,7 +210,7 @@ def _execute(guarded: Guarded, interest: str, folder: Path) -> None:
 
 def test_nobody_else_changes_definitions_or_what_was_executed(guarded: Guarded) -> None:
     drop = put_command(DATASETS_KEY, "reports", Entry(99, None))
-    begin = raise_term_command(99)
+    begin = claim_command(99, "x")
     plan = (b"SET", b"__dynamoth__:plan", b"x")
     refusals = [("data-operator", plan), ("data-writer", begin), ("broker", begin)]
     refusals += [("data-writer", register_command("q", [("i", "{}", 1.0)])), ("client", tip_command("reports/0"))]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.records import Record, append_records_command, partition_keys, trim_command
+from dynamoth.data.records import Record, append_records_command, partition_keys
+from dynamoth.data.terms import trim_command
 from dynamoth_analytics.cluster import archive
 from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
 from dynamoth_analytics.cluster.archive_files import Hole, archived, file_name
@@ -393,7 +394,7 @@ def test_what_was_trimmed_before_a_restart_is_missed(
     assert "were lost before they were archived" in caplog.text
     server, (hash_, _, _) = world.servers.server_of("reports/0"), partition_keys("reports/0")
     world.servers.run(server, (b"HDEL", hash_, b"runs"))
-    world.servers.run(server, trim_command("reports/0", tip(world)))
+    world.servers.run(server, trim_command("reports/0", tip(world), 0))
     with pytest.raises(RecordsLost, match=f"from offset 1 to {last}"):
         ids_between(world, dataset, 0, tip(world), tmp_path / "other")
     assert ids_between(world, dataset, last, tip(world), tmp_path / "other") == ["4"]

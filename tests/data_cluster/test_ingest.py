@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import wraps
+from itertools import count
 from typing import Any, ParamSpec
 
 import pytest
@@ -22,6 +23,7 @@ from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_client.asyncio import Redis
 from dynamoth_client.asyncio import from_url as connect
+from dynamoth_client.datasets import DatasetWriter
 
 P = ParamSpec("P")
 
@@ -163,6 +165,64 @@ async def test_messages_wait_while_a_log_server_is_down_and_another_dataset_is_f
         assert set(counted.values()) == {1}, "none is stored twice"
         assert len(counted) >= COUNT - ingest.counts["unknown"], "and none is missing whose outcome is known"
         assert len(stored(servers, "full", 1)) == 1300
+
+
+@synchronous
+async def test_messages_wait_while_a_definition_cannot_be_read(cluster: LocalCluster, servers: LogServers) -> None:
+    put(servers, "events", WITHOUT_ID)
+    async with running(cluster, servers) as (ingest, client):
+        await until(lambda: ingest.subscribed == {"events"})
+        for id_ in servers.ids:
+            servers.run(id_, (b"HSET", DATASETS_KEY, b"events", b"2 {", b"other", b"no entry"))
+        numbers = count()
+        async with asyncio.timeout(TIMEOUT_S):
+            while "cannot be read" not in ingest.faults.get("events", ""):
+                assert await client.publish("d:events", json.dumps({"n": next(numbers)})) == 1
+                await asyncio.sleep(POLL_S)
+        put(servers, "events", WITHOUT_ID, version=3)
+        await until(lambda: not ingest.faults)
+        total = next(numbers)
+        await until(lambda: ingest.counts["stored"] == total)
+        assert sorted(each["n"] for each in stored(servers, "events", 3)) == [*range(total)]
+
+
+@synchronous
+async def test_messages_of_a_reader_that_ends_are_counted_and_another_reader_takes_its_place(
+    cluster: LocalCluster, servers: LogServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(servers, "events", WITHOUT_ID)
+    store = DatasetWriter.append_each
+    broken = [True]
+
+    async def append(self: DatasetWriter, *arguments: Any, **named: Any) -> Any:
+        if broken.pop():
+            raise ZeroDivisionError
+        broken.append(False)
+        return await store(self, *arguments, **named)
+
+    monkeypatch.setattr(DatasetWriter, "append_each", append)
+    async with running(cluster, servers) as (ingest, client):
+        await until(lambda: ingest.subscribed)
+        await client.publish("d:events", '{"n": 1}')
+        await until(lambda: ingest.counts["missing"] == 1)
+        broken.append(False)
+        await until(lambda: ingest.subscribed)
+        await client.publish("d:events", '{"n": 2}')
+        await until(lambda: ingest.counts["stored"] == 1)
+        assert [each["n"] for each in stored(servers, "events", 3)] == [2]
+
+
+@synchronous
+async def test_what_waits_for_a_dataset_that_is_dropped_is_counted(cluster: LocalCluster, servers: LogServers) -> None:
+    put(servers, "full", {"kind": "append", "partitions": 1, "waiting_max": 1000, "fields": {"n": "int"}})
+    async with running(cluster, servers) as (ingest, client):
+        await until(lambda: ingest.subscribed)
+        for number in range(2000):
+            await client.publish("d:full", json.dumps({"n": number}))
+        await until(lambda: "full" in ingest.faults)
+        put(servers, "full", None, version=2)
+        await until(lambda: ingest.counts.total() == 2000)
+        assert ingest.counts["missing"] == 2000 - len(stored(servers, "full", 1)) >= 1000
 
 
 def test_metrics_have_every_count() -> None:

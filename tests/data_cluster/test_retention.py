@@ -66,7 +66,7 @@ def test_a_query_needs_the_window_that_it_may_repeat(tmp_path: Path) -> None:
     assert floors(tmp_path, {}, {"all": replace(checkpoint, committed=0)})["reports/0"] == 0
     assert floors(tmp_path, {"all": replace(done, is_dropped=True)})["reports/0"] == NOBODY
     assert floors(tmp_path, {"all": done})["reports_dead/0"] == NOBODY
-    assert floors(tmp_path, {"odd": failing, "all": done}, faults={"odd": "why"})["reports/0"] == 10
+    assert floors(tmp_path, {"odd": failing, "all": done}, query_faults={"odd": "why"})["reports/0"] == 10
     assert "shelters@0/0" not in floors(tmp_path, {})
 
 

@@ -8,10 +8,18 @@ from contextlib import contextmanager
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import TERM_KEY, executions_server, restart_key
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry
+from dynamoth.data.executions import executions_key, executions_server, restart_key
+from dynamoth.data.records import partition_keys
+from dynamoth.data.terms import TERM_KEY
+from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster.archive import ArchivingFailed
+from dynamoth_analytics.cluster.failures import TakenOver
 from dynamoth_analytics.cluster.metrics import collect
-from dynamoth_analytics.cluster.runner import ClusterRunner, TakenOver
+from dynamoth_analytics.cluster.runner import ClusterRunner
 from tests.data_cluster.world import STATIC, World, reports, until
+
+EXECUTIONS = "dynamoth_data_cluster_executions_total"
 
 
 @contextmanager
@@ -100,13 +108,143 @@ def test_a_newer_data_cluster_ends_this_one(driver: SparkSession, world: World) 
         former.look()
         newer.look()
         assert newer.term == former.term + 1
-        with pytest.raises(TakenOver, match="one is enough"):
+        with pytest.raises(TakenOver, match=r"has taken over \(term \d+\): this one ends"):
             former.look()
         for id_ in world.servers.ids:
             world.servers.run(id_, (b"DEL", TERM_KEY))
         newer.look()
         terms = [int(world.servers.run(id_, (b"GET", TERM_KEY))) for id_ in world.servers.ids]
         assert terms == [newer.term] * 2, "servers that have lost the term get it again"
+
+
+def test_only_the_newest_data_cluster_archives(driver: SparkSession, world: World) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("fire", "a", "b"))
+    server, stream = world.servers.server_of("reports/0"), partition_keys("reports/0")[1]
+    with data_cluster(driver, world) as former, data_cluster(driver, world) as newer:
+        former.archiver.hot_records = 1
+        former.archive()
+        assert not (world.folder / "archive").exists(), "it has not begun"
+        former.look()
+        newer.look()
+        with pytest.raises(ArchivingFailed, match="FENCED"):
+            former.archive()  # it does not know yet
+        assert world.servers.run(server, (b"XLEN", stream)) == 2, "the newer one needs them"
+        with pytest.raises(TakenOver):
+            former.look()
+        world.append(dataset, *reports("fire", "c"))
+        former.archive()
+        assert former.archiver.records == 2, "it knows"
+        newer.archiver.hot_records = 1
+        newer.prepare_stop()
+        newer.archive()
+        assert newer.archiver.records == 0, "it is stopping"
+
+
+def two_queries(world: World) -> tuple[str, str]:
+    """Register two queries; return them in the order in which a data cluster looks after them."""
+    for name in ("one", "two"):
+        world.set_query(name)
+    first, second = world.servers.catalog().queries
+    return first, second
+
+
+@pytest.mark.parametrize("kind", ["checkpoints", "interests"])
+def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSession, world: World, kind: str) -> None:
+    dataset, (name, other) = world.set_dataset(), two_queries(world)
+    interest = world.register(other, {"type": "fire"})
+    damaged = world.folder / kind / name
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    with data_cluster(driver, world) as cluster:
+        with pytest.raises(OSError, match=f"{kind}/{name}"):
+            cluster.look()
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(interest) == ["a"])
+        status = world.status(name)
+        assert status is not None
+        assert status.state == "failing"
+        assert f"{kind}/{name}" in status.reason
+        with pytest.raises(OSError, match=f"{kind}/{name}"):
+            cluster.look()
+        assert world.status(name) == status, "and it is said once"
+        damaged.unlink()
+        cluster.look()
+        status = world.status(name)
+        assert status is not None
+        assert status.state == "running"
+
+
+def test_an_order_that_cannot_be_carried_out_holds_up_no_other_one(driver: SparkSession, world: World) -> None:
+    world.set_dataset()
+    name, other = two_queries(world)
+    server = executions_server(name, world.servers.ids)
+    with data_cluster(driver, world) as cluster:
+        cluster.look()
+        cluster.queries()[other].stop()
+        world.servers.run(server, (b"SET", restart_key(name), b"1"))
+        progress = world.servers.run(server, (b"GETSET", executions_key(name), b"damaged"))
+        with pytest.raises(DynamothError, match="progress"):
+            cluster.look()
+        assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 1
+        assert cluster.queries()[other].is_streaming
+        world.servers.run(server, (b"SET", executions_key(name), progress))
+        cluster.look()
+        assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 0
+
+
+def test_definitions_that_cannot_be_read_are_refused_once(
+    driver: SparkSession, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.set_dataset()
+    world.set_query()
+    world.set_query("of_events", on="events", sql="SELECT e.id FROM events e WHERE e.type = :type")
+    world.put(DATASETS_KEY, "events", Entry(1, {"kind": "odd"}))
+    world.put(QUERIES_KEY, "odd", Entry(1, {"sql": 7}))
+    with data_cluster(driver, world) as cluster:
+        cluster.look()
+        assert [*cluster.queries()] == ["of_type"]
+        assert cluster.refused.keys() == {"of_events", "odd"}
+        assert "the definition of dataset 'events' cannot be read: " in cluster.refused["of_events"]
+        statuses = [world.status(name) for name in cluster.refused]
+        cluster.look()
+        assert [world.status(name) for name in cluster.refused] == statuses
+        said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert sorted(each.partition(" cannot be ")[0] for each in said) == [
+            "query odd", "query of_events", "the definition of dataset events",
+        ]  # fmt: skip
+        world.set_dataset("events", version=2)
+        world.drop_query("odd", 2)
+        cluster.look()
+        assert cluster.queries().keys() == {"of_type", "of_events"}
+        assert cluster.refused == {}
+
+
+def test_counters_do_not_fall_when_queries_are_changed_and_dropped(driver: SparkSession, world: World) -> None:
+    dataset, interest = world.set_dataset(), world.register("of_type", {"type": "fire"})
+    world.set_query()
+
+    def counted() -> float:
+        return sum(
+            sample.value for family in collect(cluster) for sample in family.samples if sample.name == EXECUTIONS
+        )
+
+    with data_cluster(driver, world) as cluster:
+        cluster.look()
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(interest))
+        until(lambda: counted() == 1)
+        world.set_query(version=2, sql="SELECT upper(r.id) AS id FROM reports r WHERE r.type = :type")
+        cluster.look()
+        assert counted() == 1
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: counted() == 2)
+        world.drop_query("of_type", 3)
+        cluster.look()
+        assert counted() == 2
+        world.set_query(version=4)
+        cluster.look()
+        assert counted() == 2, "the counts of the query go on, and count once"
 
 
 def test_definitions_come_back_to_a_server_that_has_lost_them(driver: SparkSession, world: World) -> None:

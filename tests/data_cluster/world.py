@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,6 @@ from pyspark.sql import SparkSession
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, entry_of, put_command
 from dynamoth.data.datasets import Dataset, read_dataset
 from dynamoth.data.executions import (
-    TERM_KEY,
     Progress,
     QueryStatus,
     begin_progress_command,
@@ -163,7 +163,7 @@ class World:
     # The data cluster, without its process.
 
     def context(self, driver: SparkSession, folder: Path | None = None) -> ClusterContext:
-        term = max(int(self.servers.run(id_, (b"INCR", TERM_KEY))) for id_ in self.servers.ids)
+        term = self.servers.take_term(secrets.token_hex(8))
         options = {"logs": self.logs, "archive": str(self.folder / "archive")}
         folder = folder or self.folder
         snapshots = KeyedSnapshots(folder / "snapshots", options)

@@ -10,15 +10,15 @@ import pytest
 
 from dynamoth.data.catalog import QUERIES_KEY, Entry, put_command
 from dynamoth.data.executions import (
-    TERM_KEY,
     Progress,
     Window,
     begin_progress_command,
     executions_key,
-    raise_term_command,
     store_progress_command,
 )
+from dynamoth.data.records import partition_keys, range_command
 from dynamoth.data.registrations import register_command, registration_keys
+from dynamoth.data.terms import TERM_KEY, claim_command, trim_command
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
@@ -30,6 +30,7 @@ Command = tuple[CommandPart, ...]
 END = {"tick_ms": 5, "offsets": {"reports/0": 7}}
 PROGRESS = Progress(3, Window(END, END), is_done=False)
 CHANGES = registration_keys("near")[2]
+STREAM = partition_keys("reports/0")[1]
 
 
 def put(version: int, **definition: Any) -> Command:
@@ -38,18 +39,34 @@ def put(version: int, **definition: Any) -> Command:
 
 STORIES: dict[str, list[Command]] = {
     "a term only grows": [
+        claim_command(5, "a"),
+        claim_command(3, "a"),
         (b"INCR", TERM_KEY),
-        raise_term_command(5),
-        raise_term_command(3),
-        (b"INCR", TERM_KEY),
+        claim_command(5, "a"),
+        claim_command(6, "a"),
         (b"GET", TERM_KEY),
+    ],
+    "a term belongs to one": [
+        claim_command(5, "a"),
+        claim_command(5, "b"),
+        claim_command(5, "a"),
+        claim_command(6, "b"),
+        claim_command(5, "a"),
     ],
     "progress is stored by the newest data cluster": [
         store_progress_command("near", PROGRESS, 1),
-        raise_term_command(2),
+        claim_command(2, "a"),
         store_progress_command("near", PROGRESS, 1),
         store_progress_command("near", PROGRESS, 2),
         (b"GET", executions_key("near")),
+    ],
+    "a stream is trimmed by the newest data cluster": [
+        *((b"XADD", STREAM, b"%d-0" % offset, b"t", b"1", b"d", b"{}") for offset in (3, 4, 5)),
+        trim_command("reports/0", 3, 1),
+        claim_command(2, "a"),
+        trim_command("reports/0", 4, 1),
+        trim_command("reports/0", 4, 2),
+        range_command("reports/0", 0, 9, 9),
     ],
     "a query begins once": [
         begin_progress_command("near", END),
@@ -57,6 +74,12 @@ STORIES: dict[str, list[Command]] = {
         (b"GET", executions_key("near")),
     ],
     "a definition is replaced by a later one": [put(2, a=1), put(1, a=2), put(2), put(3), (b"HGETALL", QUERIES_KEY)],
+    "a definition replaces what is none": [
+        (b"HSET", QUERIES_KEY, b"near", b"{}", b"far", b"7{}"),
+        put(1, a=1),
+        put_command(QUERIES_KEY, "far", Entry(7, None)),
+        (b"HGETALL", QUERIES_KEY),
+    ],
     "without changes there is no last one": [(b"XREVRANGE", CHANGES, b"+", b"-", b"COUNT", b"1"), (b"XLEN", CHANGES)],
 }
 

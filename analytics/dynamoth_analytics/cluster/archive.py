@@ -23,7 +23,8 @@ import redis.exceptions
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset, dead_letters
-from dynamoth.data.records import Record, partition_keys, partition_name, trim_command
+from dynamoth.data.records import Record, partition_keys, partition_name
+from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
 from dynamoth_analytics.cluster.batches import OFFSET, record_schema, to_batch, write_file
@@ -65,6 +66,8 @@ class Archiver:
         self._servers = servers
         self._folder = folder
         self.hot_records = hot_records
+        #: Its data cluster's, with which it trims.
+        self.term = 0
         self._positions: dict[str, int] = {}
         self._compacted: set[Path] = set()
         #: Day folders that are older are deleted, where nobody needs them; 0: none is.
@@ -235,7 +238,7 @@ class Archiver:
             until = min(first + min(length - kept, TRIM_RECORDS_MAX) - 1, self._positions[name])
             if until < first:
                 return
-            self._servers.run(server, trim_command(name, until))
+            self._servers.run(server, trim_command(name, until, self.term))
 
 
 def archived_datasets(catalog: Catalog) -> Iterator[Dataset]:

@@ -187,6 +187,8 @@ class QueryRunner:
         self._began_ms = self._ended_ms = 0
         self._retry_at = 0.0
         self._retry_s = RETRY_S
+        #: Whether the last attempt to start the stream has failed.
+        self._could_not_start = False
         #: Whether Spark has executed the query in this process.
         self._has_executed = False
         #: Held while an execution runs.
@@ -197,6 +199,11 @@ class QueryRunner:
     def is_failing(self) -> bool:
         """Whether its last execution has failed."""
         return self.status.state == "failing"
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether its stream runs."""
+        return self._stream is not None and bool(self._stream.isActive)
 
     # The stream.
 
@@ -209,6 +216,9 @@ class QueryRunner:
                 self._fail(error)
         if self._stream is None and time.monotonic() >= self._retry_at:
             self._stream = self._start_stream()
+            if self._could_not_start:
+                self._could_not_start = False
+                self._set_state("running")
 
     def prepare_stop(self) -> None:
         """Begin no further execution."""
@@ -253,6 +263,12 @@ class QueryRunner:
         )
         context.store_progress(self.query.name, skipped)
         return skipped
+
+    def show_failure(self, error: BaseException) -> None:
+        """Show why the query cannot be started: the next call of ``keep_running`` may succeed."""
+        reason, self._could_not_start = reason_of(error), True
+        if (self.status.state, self.status.reason) != ("failing", reason):
+            self._set_state("failing", reason)
 
     def _fail(self, error: BaseException) -> None:
         if is_fenced_by_another(error):

@@ -1,15 +1,25 @@
-"""What an error of Spark means to a person: the one sentence of many pages that says what is wrong."""
+"""What an error of Spark means to a person, and how one failure does not hold up other work."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from dynamoth.edge.log import is_fenced
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.publishing import Fenced
 from dynamoth_analytics.cluster.servers import LogServerFailed
+from dynamoth_analytics.errors import SparkFailed
 
 CHARACTERS_MAX = 300
+
+
+class TakenOver(DynamothError):
+    """Raised when a newer data cluster works with the same log servers: this one has to end."""
+
+    code = "taken-over"
+
 
 _OURS = re.compile(r"dynamoth\w*\.[\w.]*?(\w+): (.+)")
 """The last line of a traceback of a worker, with an error of ours."""
@@ -47,3 +57,25 @@ def is_fenced_by_another(error: BaseException) -> bool:
     if isinstance(error, LogServerFailed):
         return is_fenced(str(error.__cause__))
     return isinstance(error, Fenced) or f"{Fenced.__module__}.{Fenced.__name__}: " in str(error)
+
+
+class Failures:
+    """The failures of parts of some work: each part is tried, and the first failure is raised when all is done."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Keep the failure of a part; SparkFailed and TakenOver end all work at once."""
+        try:
+            yield
+        except (SparkFailed, TakenOver):
+            raise
+        except Exception as error:
+            self._first = self._first or error
+
+    def raise_first(self) -> None:
+        """Raise the first failure, if there is one."""
+        if self._first is not None:
+            raise self._first

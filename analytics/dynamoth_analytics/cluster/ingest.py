@@ -4,13 +4,14 @@ Theory of operation
 -------------------
 The data cluster subscribes to the channel of each append and keyed dataset, and follows the catalog. Each dataset has a
 reader of its own, with connections of its own: one that cannot be stored now holds up no other one. A reader takes a
-batch of messages, stores it, and only then takes the next one. Where the log server is down, or the dataset is full,
-it tries again until the batch is stored. Meanwhile messages wait in the queue of the client (``QUEUE_MAX``). What does
-not fit into it is dropped, and a gap says how many.
+batch of messages, stores it, and only then takes the next one. Where the log server is down, or the dataset is full, or
+a definition cannot be read, it tries again until the batch is stored. Meanwhile messages wait in the queue of the
+client (``QUEUE_MAX``). What does not fit into it is dropped, and a gap says how many.
 
 A message is durable only when it is stored: a publisher does not hear of that. PUBLISH returns the number of receivers;
-while no data cluster runs, it is 0 and the message is lost. What waits in the queue is lost with the process. Whoever
-needs an answer stores records with ``DatasetWriter``, or publishes at a broker.
+while no data cluster runs, it is 0 and the message is lost. What waits in the queue is lost with its reader, and
+counted as missing: when its dataset is dropped, and when the process ends. Whoever needs an answer stores records with
+``DatasetWriter``, or publishes at a broker.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from typing import Any
 
 import redis.exceptions
 
-from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import DATASET_PREFIX
-from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.errors import DynamothError
 from dynamoth_client.asyncio import PubSub, Redis
 from dynamoth_client.asyncio import from_url as connect
 from dynamoth_client.datasets import DatasetFull, DatasetWriter, LogError, LogUnavailable, UnknownDataset
@@ -86,15 +86,24 @@ class Ingest:
     async def _follow(self, client: Redis) -> None:
         """Begin to read new datasets, and end what reads those that are gone."""
         try:
-            names = _names(await self._writer.catalog())
+            catalog = await self._writer.catalog()
         except DynamothError as error:
             self._note("", str(error))
             return
         self._note("", None)
-        gone = [self._readers.pop(name) for name in self._readers.keys() - names]
-        await _end(gone)
+        self._forget_ended()
+        names = {name for name, each in catalog.datasets.items() if each.kind != "static"}
+        gone = self._readers.keys() - names - catalog.dataset_faults.keys()
+        await _end([self._readers.pop(name) for name in gone])
         for name in names - self._readers.keys():
             self._readers[name] = asyncio.create_task(self._read(client, name), name=f"ingest of {name}")
+
+    def _forget_ended(self) -> None:
+        """Forget readers that a bug has ended, so that others take their place."""
+        for name in [name for name, reader in self._readers.items() if reader.done()]:
+            reader = self._readers.pop(name)
+            error = None if reader.cancelled() else reader.exception()
+            _log.error("a reader has ended because of a bug, and begins again: please report this line", exc_info=error)
 
     async def _read(self, client: Redis, name: str) -> None:
         """Store what is published for one dataset, until this is cancelled."""
@@ -129,6 +138,7 @@ class Ingest:
                 await self._take(name, batch)
         finally:
             self.subscribed.discard(name)
+            self._count_lost(name, _waiting(pubsub))
             await pubsub.aclose()
 
     async def _take(self, name: str, batch: Sequence[Mapping[str, Any]]) -> None:
@@ -139,16 +149,27 @@ class Ingest:
                 self.counts["missing"] += message["data"].count or 0
                 _log.warning("messages for dataset %s may be missing: %s", name, message["data"])
         records = [message["data"] for message in batch if message["type"] == "message"]
-        while records:
-            records = await self._store(name, records)
-            if records:
-                await asyncio.sleep(RETRY_S)
+        try:
+            while records:
+                records = await self._store(name, records)
+                if records:
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            self._count_lost(name, len(records))
+
+    def _count_lost(self, name: str, count: int) -> None:
+        """Count what a reader has not stored when it ends; some of it may be stored."""
+        if count:
+            self.counts["missing"] += count
+            _log.warning("a reader of dataset %s ends: %d messages may be missing", name, count)
 
     async def _store(self, name: str, records: Sequence[bytes]) -> list[bytes]:
         """Store records; return those that have to be stored again. Raises UnknownDataset."""
         try:
             results = await self._writer.append_each(name, records, source=SOURCE)
-        except (LogUnavailable, ConfigError) as error:
+        except UnknownDataset:
+            raise
+        except DynamothError as error:
             self._note(name, str(error))
             return list(records)
         again: list[bytes] = []
@@ -178,8 +199,14 @@ class Ingest:
             _log.error("what is published waits to be stored (%s): %s", what, fault)
 
 
-def _names(catalog: Catalog) -> set[str]:
-    return {name for name, each in catalog.datasets.items() if each.kind != "static"}
+def _waiting(pubsub: PubSub) -> int:
+    """Take everything that waits in the queue of a PubSub; return how many messages that were."""
+    count = 0
+    while True:
+        batch = pubsub.take_batch()
+        count += len(batch)
+        if not batch and pubsub.pop() is None:  # it was a notice
+            return count
 
 
 async def _end(tasks: Any) -> None:

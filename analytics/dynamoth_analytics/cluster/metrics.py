@@ -31,7 +31,7 @@ _INGESTED = {
     "refused": "Records that were published and refused: they are among the dead letters",
     "unknown": "Records that were published, and are stored or not: a log server's answer was lost",
     "gaps": "Gaps: messages for datasets were lost, or may have been",
-    "missing": "Messages for datasets that were lost, as gaps say",
+    "missing": "Messages for datasets that were lost, or may have been: gaps, and what a reader had when it ended",
 }
 
 
@@ -45,11 +45,8 @@ def collect_ingest(counts: Counter[str], waiting: int) -> Iterator[Metric]:
 
 
 def collect(runner: ClusterRunner) -> Iterator[Metric]:
-    """Yield all families. Counts are those since the queries were registered."""
+    """Yield all families. Counts are those since the queries were registered, also of those that were dropped since."""
     queries = runner.queries()
-    counts: Counter[str] = Counter()
-    for each in queries.values():
-        counts.update(each.status.counts)
     yield _FAMILIES.gauge("term", "Term: the newest data cluster has the largest", runner.term)
     yield _FAMILIES.gauge("queries", "Queries that are executed", len(queries))
     yield _FAMILIES.gauge("queries_refused", "Queries whose definition cannot be executed", len(runner.refused))
@@ -57,7 +54,7 @@ def collect(runner: ClusterRunner) -> Iterator[Metric]:
     yield _FAMILIES.gauge("queries_failing", "Queries that fail now", failing)
     yield _FAMILIES.gauge("interests", "Interests of all queries", sum(len(each.table) for each in queries.values()))
     yield _FAMILIES.counter("archived", "Records that were archived", runner.archiver.records)
-    yield from _FAMILIES.counters(_COUNTERS, counts)
+    yield from _FAMILIES.counters(_COUNTERS, runner.counts())
     seconds = {name: each.status.seconds for name, each in queries.items()}
     yield _FAMILIES.gauge_by("query", "execution_seconds", "How long the last execution took", seconds)
     ended = {name: each.status.ended_ms / 1000 for name, each in queries.items()}

@@ -18,10 +18,10 @@ from pyspark.sql import SparkSession
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
-from dynamoth_analytics.cluster.failures import reason_of
+from dynamoth_analytics.cluster.failures import TakenOver, reason_of
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.metrics import collect, collect_ingest
-from dynamoth_analytics.cluster.runner import ClusterRunner, TakenOver
+from dynamoth_analytics.cluster.runner import ClusterRunner
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
@@ -122,21 +122,25 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._runner.archiver.hot_records = config.hot_records
         self._runner.archiver.keep_days = config.archive_keep_days
         self._ingest = Ingest(config.cluster_url, dict(servers.urls), durable=config.log_durable)
+        #: Set when the runner has a term.
+        self._begun = asyncio.Event()
+        self._ingesting: asyncio.Future[None] | None = None
         #: What does not work now, by kind of work.
         self._faults: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(4, "data-cluster")
 
     async def run(self) -> int:
         """Run until the end; return the exit code."""
+        loop = asyncio.get_running_loop()
+        self._runner.on_begun = lambda: loop.call_soon_threadsafe(self._begun.set)
+        self._ingesting = asyncio.ensure_future(self._keep_ingesting())
+        self._ingesting.add_done_callback(self._on_ingest_done)
         works = (
-            ("queries", self._runner.look, LOOK_S),
-            ("archive", self._runner.archive, self._config.archive_s),
-            ("upkeep", self._runner.tidy, UPKEEP_S),
+            self._keep("queries", self._runner.look, LOOK_S),
+            self._keep_begun("archive", self._runner.archive, self._config.archive_s),
+            self._keep_begun("upkeep", self._runner.tidy, UPKEEP_S),
         )
-        tasks = [asyncio.ensure_future(self._keep(*each)) for each in works]
-        ingest = asyncio.ensure_future(self._ingest.run())
-        ingest.add_done_callback(self._on_ingest_done)
-        tasks.append(ingest)
+        tasks = [self._ingesting, *map(asyncio.ensure_future, works)]
         try:
             return await super().run()
         finally:
@@ -147,11 +151,21 @@ class DataClusterProcess(DaemonProcess[Any]):
             await asyncio.get_running_loop().run_in_executor(self._threads, self._runner.stop, STOP_S)
             self._threads.shutdown()
 
+    async def _keep_ingesting(self) -> None:
+        """Store what is published once this data cluster has begun: another one may do so until then."""
+        await self._begun.wait()
+        await self._ingest.run()
+
     def _on_ingest_done(self, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             message = "the data cluster ends because of a bug: please report this line"
             self._log.write(logging.CRITICAL, message, exception=error)
             self.end(EXIT_FAILED)
+
+    async def _keep_begun(self, name: str, work: Callable[[], Any], every_s: float) -> None:
+        """Do some work as ``_keep``, once this data cluster has begun."""
+        await self._begun.wait()
+        await self._keep(name, work, every_s)
 
     async def _keep(self, name: str, work: Callable[[], Any], every_s: float) -> None:
         """Do some work again and again, in a thread; a fault is logged once, and it is tried again."""
@@ -160,6 +174,8 @@ class DataClusterProcess(DaemonProcess[Any]):
             try:
                 await loop.run_in_executor(self._threads, work)
             except (SparkFailed, TakenOver) as error:
+                if self._ingesting is not None:
+                    self._ingesting.cancel()
                 self._log.write(logging.CRITICAL, "the data cluster ends", str(error))
                 self.end(EXIT_FAILED)
                 return

@@ -33,7 +33,7 @@ def needs_of(
     errors are raised.
     """
     found: list[Needs] = []
-    for name in (*catalog.queries, *catalog.faults):
+    for name in (*catalog.queries, *catalog.query_faults):
         windows = [*_windows(progress_of(name), checkpoint_of(name))]
         partitions = {each for window in windows for each in window}
         lowest = {each: min(window[each] for window in windows if each in window) for each in partitions}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,13 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, entry_of, put_command
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import (
-    TERM_KEY,
-    QueryStatus,
-    executions_server,
-    raise_term_command,
-    restart_key,
-)
+from dynamoth.data.executions import QueryStatus, executions_server, restart_key
 from dynamoth.data.queries import StandingQuery
-from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
+from dynamoth_analytics.cluster.failures import Failures, TakenOver, reason_of
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
@@ -38,14 +35,8 @@ from dynamoth_analytics.errors import SparkFailed
 _log = logging.getLogger("dynamoth.data-cluster")
 
 
-class TakenOver(DynamothError):
-    """Raised when a newer data cluster works with the same log servers: this one has to end."""
-
-    code = "taken-over"
-
-
 class ClusterRunner:
-    """The queries of one data cluster.
+    """The queries of one data cluster. A query that fails does not hold up the others.
 
     Its methods are called in threads, each by one thread at a time. They raise LogServerFailed and OSError, and can be
     called again then; SparkFailed and TakenOver are the end.
@@ -55,18 +46,25 @@ class ClusterRunner:
         self, spark: SparkSession, servers: LogServers, logs: str, cluster_url: str, folder: Path, ttl_s: float
     ) -> None:
         self.archiver = Archiver(servers, folder / "archive")
+        #: Called, in a thread, when it has a term.
+        self.on_begun: Callable[[], Any] = lambda: None
         #: Why queries cannot be executed, by name.
         self.refused: dict[str, str] = {}
-        #: Their definitions, and those of their datasets: they are not tried again before these change.
+        #: Their definitions: they are not tried again before these change.
         self._refused_definitions: dict[str, _Definitions] = {}
+        self._dataset_faults: Mapping[str, str] = {}
         self._spark = spark
         self._servers = servers
         self._logs = logs
         self._cluster_url = cluster_url
         self._folder = folder
         self._ttl_s = ttl_s
+        #: Its id among those that take terms.
+        self._owner = secrets.token_hex(8)
         self._context: ClusterContext | None = None
         self._runners: dict[str, QueryRunner] = {}
+        #: The highest counts of queries, by name, also of those that do not run any more.
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         #: Dropped queries whose users know.
         self._ended: set[str] = set()
         #: Held while queries are started and stopped.
@@ -79,6 +77,11 @@ class ClusterRunner:
         return self._context is not None
 
     @property
+    def is_in_charge(self) -> bool:
+        """Whether it has begun, is not stopping, and has met no newer data cluster."""
+        return self._context is not None and not self._is_stopping and not self._context.fenced.is_set()
+
+    @property
     def term(self) -> int:
         """Its term; 0: it has not begun."""
         return 0 if self._context is None else self._context.term
@@ -86,6 +89,14 @@ class ClusterRunner:
     def queries(self) -> dict[str, QueryRunner]:
         """Return the queries that are executed, by name."""
         return dict(self._runners)
+
+    def counts(self) -> Counter[str]:
+        """Return the counts of all queries that were executed since this process began: they never fall."""
+        counts: Counter[str] = Counter()
+        for name in {*self._counts, *(runners := self.queries())}:
+            self._counts[name] = self._counts[name] | Counter(runners[name].status.counts if name in runners else {})
+            counts.update(self._counts[name])
+        return counts
 
     def look(self) -> None:
         """Start, stop and restart queries, as the catalog and operators say."""
@@ -95,25 +106,21 @@ class ClusterRunner:
             self._check_spark()
             if self._context is None:
                 self._context = self._begin()
+                self.on_begun()
             self._check_term(self._context)
             catalog = self._servers.catalog()
-            self._stop_others(catalog)
-            for name in catalog.dropped_queries - self._ended:
-                try:
-                    end_dropped(self._context, name)
-                except Fenced as error:
-                    raise TakenOver(str(error)) from error
-                self._ended.add(name)
-            self._start_missing(self._context, catalog)
-            orders = self._orders()
-            for name, runner in self._runners.items():
-                if name in orders:
-                    runner.restart()
-                runner.keep_running()
+            self._note_faults(catalog)
+            failures = Failures()
+            self._stop_others(catalog, failures)
+            self._end_dropped(self._context, catalog, failures)
+            self._start_missing(self._context, catalog, failures)
+            self._keep_running(failures)
+            failures.raise_first()
 
     def archive(self) -> None:
-        """Copy new records to the archive."""
-        self.archiver.archive(self._servers.catalog())
+        """Copy new records to the archive, if this is the newest data cluster."""
+        if self.is_in_charge:
+            self.archiver.archive(self._servers.catalog())
 
     def tidy(self) -> None:
         """End interests, renew snapshots, and write definitions to servers that lack them."""
@@ -125,9 +132,9 @@ class ClusterRunner:
                 self._servers.run_all(id_, commands)
         for name in (*catalog.queries, *catalog.dropped_queries):
             expire_interests(self._servers, name)
-        if self._context is None or self._is_stopping:
-            return
         context = self._context
+        if context is None or not self.is_in_charge:
+            return
         needs = needs_of(catalog, context.progress, lambda name: context.checkpoint(name).read())
         try:
             self._renew_snapshots(context, catalog, needs)
@@ -136,17 +143,14 @@ class ClusterRunner:
 
     def _renew_snapshots(self, context: ClusterContext, catalog: Catalog, needs: Sequence[Needs]) -> None:
         """Renew the snapshots of the keyed datasets that queries read. One that fails does not hold up the others."""
-        failure: Exception | None = None
+        failures = Failures()
         for dataset in catalog.datasets.values():
             own = [each.offsets for each in needs if dataset.name in each.datasets]
             if dataset.kind == "keyed" and any(dataset.name in query.reads for query in catalog.queries.values()):
-                try:
+                with failures.kept():
                     states = self._servers.states({dataset.stream: dataset.partitions})
                     context.snapshots.renew(self._spark, dataset, states, own)
-                except Exception as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+        failures.raise_first()
 
     def prepare_stop(self) -> None:
         """Begin no further execution."""
@@ -181,9 +185,7 @@ class ClusterRunner:
 
     def _begin(self) -> ClusterContext:
         """Take a term that is larger than those of all data clusters before this one."""
-        term = max(int(self._servers.run(id_, (b"INCR", TERM_KEY))) for id_ in self._servers.ids)
-        for id_ in self._servers.ids:
-            self._servers.run(id_, raise_term_command(term))
+        term = self.archiver.term = self._servers.take_term(self._owner)
         options = {"logs": self._logs, "archive": str(self._folder / "archive")}
         options["durable"] = str(self._servers.durable).lower()
         snapshots = KeyedSnapshots(self._folder / "snapshots", options)
@@ -194,54 +196,102 @@ class ClusterRunner:
         )  # fmt: skip
 
     def _check_term(self, context: ClusterContext) -> None:
-        """Raise TakenOver where a server knows a larger term; one that has lost it gets it again."""
-        terms = [int(self._servers.run(id_, raise_term_command(context.term))) for id_ in self._servers.ids]
-        if max(terms) > context.term or context.fenced.is_set():
-            raise TakenOver(
-                f"another data cluster works with these log servers, with term {max(terms)} where this one has"
-                f" {context.term}: one is enough"
-            )
+        """Raise TakenOver where another data cluster is newer; a server that has lost the term gets it again."""
+        taken = self._servers.claim_term(context.term, self._owner)
+        if taken is not None or context.fenced.is_set():
+            context.fenced.set()
+            number = "" if taken is None else f" (term {taken})"
+            raise TakenOver(f"another data cluster has taken over{number}: this one ends. Run one of them only")
 
-    def _stop_others(self, catalog: Catalog) -> None:
+    def _note_faults(self, catalog: Catalog) -> None:
+        """Log, once, which definitions of datasets cannot be read. Their queries are refused."""
+        for name, fault in catalog.dataset_faults.items():
+            if self._dataset_faults.get(name) != fault:
+                _log.error("the definition of dataset %s cannot be read: %s", name, fault)
+        self._dataset_faults = catalog.dataset_faults
+
+    def _stop_others(self, catalog: Catalog, failures: Failures) -> None:
         """Stop queries whose definitions have changed, or are gone."""
         for name, runner in [*self._runners.items()]:
             query = catalog.queries.get(name)
             if query is None or (query, _comparable(_datasets(catalog, query))) != (
                 runner.query, _comparable(runner.datasets),
             ):  # fmt: skip
-                runner.stop()
-                del self._runners[name]
-        self.refused = {name: reason for name, reason in self.refused.items() if name in catalog.queries}
+                with failures.kept():
+                    runner.stop()
+                    self.counts()
+                    del self._runners[name]
+        known = {*catalog.queries, *catalog.query_faults}
+        self.refused = {name: reason for name, reason in self.refused.items() if name in known}
 
-    def _start_missing(self, context: ClusterContext, catalog: Catalog) -> None:
+    def _end_dropped(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
+        """Tell the users of dropped queries."""
+        for name in catalog.dropped_queries - self._ended:
+            with failures.kept():
+                try:
+                    end_dropped(context, name)
+                except Fenced as error:
+                    raise TakenOver(str(error)) from error
+                self._ended.add(name)
+
+    def _start_missing(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
         """Make runners of queries that have none. One that cannot be executed harms no other."""
         spread = phases({name: query.period_s for name, query in catalog.queries.items()})
         for name, query in catalog.queries.items():
             self._ended.discard(name)
-            datasets = _datasets(catalog, query)
-            definitions = (query, _comparable(datasets))
-            if name in self._runners or self._refused_definitions.get(name) == definitions:
+            unreadable = {each: catalog.dataset_faults.get(each, "") for each in query.datasets}
+            definitions = (query, _datasets(catalog, query), unreadable)
+            if name in self._runners or _is_same(self._refused_definitions.get(name), definitions):
                 continue
-            try:
-                self._runners[name] = QueryRunner(context, query, datasets, spread[name])
-                self.refused.pop(name, None)
-                self._refused_definitions.pop(name, None)
-            except ConfigError as error:
-                self._refuse(context, name, query.version, str(error))
-                self._refused_definitions[name] = definitions
-        for name, fault in catalog.faults.items():
-            if name not in catalog.datasets and name not in catalog.queries:
+            with failures.kept():
+                self._check_term(context)  # to start many takes time
+                self._start(context, definitions, spread[name])
+        for name, fault in catalog.query_faults.items():
+            with failures.kept():
                 self._refuse(context, name, 0, fault)
 
+    def _start(self, context: ClusterContext, definitions: _Definitions, phase_s: float) -> None:
+        """Make a runner, unless the definitions cannot be executed. Raises what keeps it from running now."""
+        query, datasets, unreadable = definitions
+        name = query.name
+        try:
+            _check_readable(unreadable)
+            self._runners[name] = QueryRunner(context, query, datasets, phase_s)
+            self.refused.pop(name, None)
+            self._refused_definitions.pop(name, None)
+        except ConfigError as error:
+            self._refuse(context, name, query.version, str(error))
+            self._refused_definitions[name] = definitions
+        except Exception as error:
+            self._show(context, name, "failing", reason_of(error), query.version)
+            raise
+
+    def _keep_running(self, failures: Failures) -> None:
+        """Start streams that have ended, and restart queries as operators have ordered."""
+        orders = self._orders()
+        for name, runner in self._runners.items():
+            with failures.kept():
+                try:
+                    if name in orders:
+                        runner.restart()
+                    runner.keep_running()
+                except Exception as error:
+                    runner.show_failure(error)
+                    raise
+
     def _refuse(self, context: ClusterContext, name: str, version: int, reason: str) -> None:
-        if self.refused.get(name) == reason:
-            return
-        self.refused[name] = reason
-        _log.error("query %s cannot be executed: %s", name, reason)
+        if self.refused.get(name) != reason:
+            self.refused[name] = reason
+            _log.error("query %s cannot be executed: %s", name, reason)
+        self._show(context, name, "refused", reason, version)
+
+    def _show(self, context: ClusterContext, name: str, state: str, reason: str, version: int) -> None:
+        """Store the state of a query that does not run, unless that is stored."""
         status = context.status(name) or QueryStatus()
-        status.state, status.reason, status.version = "refused", reason, version
-        status.since_ms = int(time.time() * 1000)
-        context.store_status(name, status)
+        if (status.state, status.reason, status.version) != (state, reason, version):
+            status.state, status.reason, status.version = state, reason, version
+            status.since_ms = int(time.time() * 1000)
+            context.store_status(name, status)
 
     def _orders(self) -> set[str]:
         """Return the queries that operators have ordered to begin again."""
@@ -254,7 +304,8 @@ class ClusterRunner:
         return found
 
 
-_Definitions = tuple[StandingQuery, dict[str, Dataset]]
+_Definitions = tuple[StandingQuery, dict[str, Dataset], dict[str, str]]
+"""A query, its datasets, and why the definitions of some of these cannot be read."""
 
 _AGAIN = "this process ends, and is to be started again; queries go on where they were"
 
@@ -263,6 +314,18 @@ def _datasets(catalog: Catalog, query: StandingQuery) -> dict[str, Dataset]:
     """Return the datasets of a query that are registered."""
     found = {name: catalog.dataset(name) for name in query.datasets}
     return {name: each for name, each in found.items() if each is not None}
+
+
+def _check_readable(faults: Mapping[str, str]) -> None:
+    """Raise ConfigError where the definition of a dataset cannot be read."""
+    for name, fault in faults.items():
+        if fault:
+            raise ConfigError(f"the definition of dataset {name!r} cannot be read: {fault}")
+
+
+def _is_same(one: _Definitions | None, other: _Definitions) -> bool:
+    """Tell whether definitions differ in nothing but the loads of static datasets."""
+    return one is not None and (one[0], _comparable(one[1]), one[2]) == (other[0], _comparable(other[1]), other[2])
 
 
 def _comparable(datasets: dict[str, Dataset]) -> dict[str, Dataset]:

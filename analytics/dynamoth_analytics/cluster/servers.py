@@ -18,6 +18,7 @@ import redis.exceptions
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, catalog_of, merged, parse_entries
 from dynamoth.data.records import PartitionState, parse_state, partition_name, partition_server, state_command
+from dynamoth.data.terms import claim_command, parse_claim, take_term
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import CommandPart
 from dynamoth_link.urls import InvalidUrl, parse_log_servers, redact
@@ -82,6 +83,28 @@ class LogServers:
             merged(parse_entries(datasets) for datasets, _ in replies),
             merged(parse_entries(queries) for _, queries in replies),
         )
+
+    def take_term(self, owner: str) -> int:
+        """Return a term for the data cluster with this id: larger than all before it, and nobody else's.
+
+        Raises LogServerFailed and NoTerm.
+        """
+        steps, reply = take_term(self.ids, owner), None
+        while True:
+            try:
+                server, command = steps.send(reply)
+            except StopIteration as end:
+                term: int = end.value
+                return term
+            reply = self.run(server, command)
+
+    def claim_term(self, term: int, owner: str) -> int | None:
+        """Claim a term again at all servers; return the term that another data cluster has, or None.
+
+        Raises LogServerFailed.
+        """
+        claims = [parse_claim(self.run(id_, claim_command(term, owner))) for id_ in self.ids]
+        return max((taken for taken, is_own in claims if not is_own), default=None)
 
     def now_ms(self) -> int:
         """Return the latest time of all servers, by their clocks, in ms since 1970. Raises LogServerFailed."""

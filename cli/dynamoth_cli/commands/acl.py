@@ -67,7 +67,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "coordinator": ("+subscribe", "+publish", "+set", "+get", "+pexpire", "+del", "+pubsub|numsub"),
     "data-cluster": (
         *("+subscribe", "+unsubscribe", "+publish", "+pubsub|numsub", "+pubsub|channels", *_APPENDING),
-        *("+mget", "+set", "+incr", "+del", "+hget", "+hdel", "+hscan", "+xrange", "+xrevrange", "+xtrim"),
+        *("+mget", "+set", "+del", "+hget", "+hdel", "+hscan", "+xrange", "+xrevrange", "+xtrim"),
         *("+zrem", "+zscore", "+zrangebyscore"),
     ),
     "data-operator": (*(*_APPENDING, "+set", "+del", "+expire", "+hget", "+hlen", "+xrevrange", "+xrange"),),

@@ -124,12 +124,12 @@ def _list(arguments: argparse.Namespace) -> None:
     catalog, stored = with_servers(arguments, gather)
     if arguments.json:
         values = {name: write_dataset(each) | {"stored": stored[name][0]} for name, each in catalog.datasets.items()}
-        print_json({"datasets": values, "faults": catalog.faults})
+        print_json({"datasets": values, "faults": catalog.dataset_faults})
         return
     for name, each in sorted(catalog.datasets.items()):
         fields = ", ".join(f"{field.name} {field.type}{'?' * field.is_optional}" for field in each.fields)
         _print([f"{name:24} {each.kind:7} {stored[name][0]:>9} at Redis  ({fields})"])
-    _print([f"{name:24} cannot be read: {fault}" for name, fault in catalog.faults.items()])
+    _print([f"{name:24} cannot be read: {fault}" for name, fault in catalog.dataset_faults.items()])
     if not catalog.datasets:
         _print(["there are no datasets: register some with `dynamoth dataset set FILE`"])
 

@@ -109,12 +109,12 @@ def _list(arguments: argparse.Namespace) -> None:
     if arguments.json:
         queries = catalog.queries.items()
         values = {name: write_query(each) | {"status": _as_data(states[name])} for name, each in queries}
-        print_json({"queries": values, "faults": catalog.faults})
+        print_json({"queries": values, "faults": catalog.query_faults})
         return
     for name, each in sorted(catalog.queries.items()):
         period = "continuous" if each.is_continuous else f"{each.period_s} s"
         _print([f"{name:28} every {period:10} version {each.version:<3} {_described(states[name])}"])
-    _print([f"{name:28} cannot be read: {fault}" for name, fault in catalog.faults.items()])
+    _print([f"{name:28} cannot be read: {fault}" for name, fault in catalog.query_faults.items()])
     if not catalog.queries:
         _print(["there are no queries: register some with `dynamoth query set FILE`"])
 

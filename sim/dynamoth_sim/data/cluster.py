@@ -8,8 +8,8 @@ from typing import Any
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import TERM_KEY, raise_term_command
 from dynamoth.data.queries import StandingQuery
+from dynamoth.data.terms import claim_command, parse_claim, take_term
 from dynamoth_client.machines.local_plan import LocalPlan
 from dynamoth_client.machines.publisher.events import Publish, Published, PublishedAll, PublishFailed
 from dynamoth_client.machines.publisher.machine import PublisherMachine
@@ -71,19 +71,20 @@ class Program:
             yield Sleep(place.machine.now + LOOK_S)
 
     def _begin(self) -> Asking:
-        """Return a term that is larger than all before it, once every server has it."""
-        term = 0
-        for id_ in self._place.servers:
-            term = max(term, int((yield from ask(id_, b"INCR", TERM_KEY))))
-        for id_ in self._place.servers:
-            yield from ask(id_, *raise_term_command(term))
-        return term
+        """Return a term that no other data cluster has, once every server has it."""
+        steps, reply = take_term(self._place.servers, self._place.owner), None
+        while True:
+            try:
+                server, command = steps.send(reply)
+            except StopIteration as end:
+                return end.value
+            reply = yield from ask(server, *command)
 
     def _check_term(self) -> Asking:
         for id_ in self._place.servers:
-            term = yield from ask(id_, *raise_term_command(self._place.term))
-            if int(term) > self._place.term:
-                raise ProcessEnds(f"a data cluster has term {int(term)}")
+            taken, is_own = parse_claim((yield from ask(id_, *claim_command(self._place.term, self._place.owner))))
+            if not is_own:
+                raise ProcessEnds(f"another data cluster has term {taken}")
 
     def _tidy(self) -> Asking:
         place = self._place
@@ -191,6 +192,7 @@ class DataClusterApp:
             self._durable,
             self._witness,
             partial(self._world.random.getrandbits, 64),
+            f"{self.name}/{self._life}",
             datasets=self._datasets,
         )
         machine.add(Program(place, self._queries, self.folders).run())

@@ -11,13 +11,16 @@ from typing import Any
 import dynamoth.data.executions
 import dynamoth.data.records
 import dynamoth.data.registrations
+import dynamoth.data.terms
 import dynamoth_broker.records
 from dynamoth.data.executions import Checkpoint, Continuation, Progress, Window, continuation, store_progress_command
 from dynamoth.data.records import append_records_command
+from dynamoth.data.terms import claim_command
 from dynamoth.edge.log import append_many_command
 from dynamoth_broker.definitions import Definitions
 from dynamoth_broker.queries import Queries
 from dynamoth_broker.records import Outcome, Records
+from dynamoth_sim.data import cluster as model_cluster
 from dynamoth_sim.data import query as model_query
 from dynamoth_sim.data.cluster import Program
 from dynamoth_sim.data.query import Asking, ModelQuery
@@ -209,6 +212,17 @@ def terms_are_not_checked() -> Generator[None]:
         yield
 
 
+@contextmanager
+def terms_have_no_owners() -> Generator[None]:
+    """A term belongs to all data clusters that claim it."""
+
+    def claim(term: int, _owner: str) -> Any:
+        return claim_command(term, "everybody")
+
+    with replaced(dynamoth.data.terms, claim_command=claim), replaced(model_cluster, claim_command=claim):
+        yield
+
+
 def checkpoints_always_fit() -> AbstractContextManager[None]:
     """A data cluster goes on with the checkpoint of its disk, whatever the log server says."""
     return replaced(Checkpoint, fits=returning(True))
@@ -252,6 +266,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-hangs-while-appending", terms_are_not_checked, "expected"),
     Check("data-hangs-while-appending", unfinished_executions_are_skipped, "D1"),
     Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
+    Check("data-two-begin-at-once", terms_have_no_owners, "expected"),
 )
 """Every mutation of standing queries, with the script that must fail under it."""
 

@@ -95,6 +95,8 @@ class Place:
     witness: Witness
     #: Draws epochs of new logs.
     new_epoch: Any
+    #: Its id among those that take terms.
+    owner: str
     term: int = 0
     datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dynamoth.data.records import partition_name
 from dynamoth.data.registrations import registration_keys
+from dynamoth.data.terms import CLAIM_SCRIPT
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth_sim.data.stage import DataScenario, DataStage
 from dynamoth_sim.data.users import QueryUser
@@ -248,6 +249,22 @@ def hangs_while_appending(stage: DataStage) -> None:
     stage.expect_results(user, 2)
 
 
+def two_begin_at_once(stage: DataStage) -> None:
+    """Two data clusters claim the same term: one of them gets it, the other one a larger one, and one goes on."""
+    user = stage.query_user("U", ALERTS_A)
+    first, second = stage.data.data_clusters
+    first.kill()
+    second.start()
+    stage.wait_asked(second, "for a term", lambda command: command[1:2] == (CLAIM_SCRIPT,))
+    with stage.held(second.name, min(stage.edge.logs), to_server=True):
+        stage.start_data_cluster(first)
+        stage.data.current = second
+    stage.wait("one of them ends", lambda: not first.is_running)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 1)
+
+
 def comes_back_with_an_old_disk(stage: DataStage) -> None:
     """A data cluster comes back that knows little of what another one has executed meanwhile."""
     former, user = stage.data.current, stage.query_user("U", ALERTS_A)
@@ -293,5 +310,6 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
         keys_are_deleted_twice, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
     "data-stays-registered": DataScenario(stays_registered, edge=data_edge()),
+    "data-two-begin-at-once": DataScenario(two_begin_at_once, edge=data_edge()),
 }
 """Every scenario by its name."""

@@ -65,6 +65,7 @@ class KeySpace:
             b"XLEN": self._xlen,
             b"XRANGE": self._xrange,
             b"XREVRANGE": self._xrevrange,
+            b"XTRIM": self._xtrim,
             b"ZADD": self._zadd,
             b"ZREM": self._zrem,
             b"ZREMRANGEBYSCORE": self._zremrangebyscore,
@@ -221,6 +222,14 @@ class KeySpace:
         entries = self._streams.get(key, {})
         newest = list(reversed(entries))[: int(most)]
         return [[b"%d-0" % number, entries[number]] for number in newest]
+
+    def _xtrim(self, words: Sequence[bytes]) -> Any:
+        assert words[2] == b"MINID", f"XTRIM with {words!r:.200}"
+        entries, first_kept = self._streams.get(words[1], {}), int(words[3].removesuffix(b"-0"))
+        gone = [number for number in entries if number < first_kept]
+        for number in gone:
+            del entries[number]
+        return len(gone)
 
     # Sorted sets.
 

@@ -1,0 +1,66 @@
+"""What the process of a data cluster does when, with real Spark and Redis, but in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from pyspark.sql import SparkSession
+
+from dynamoth.data.terms import TERM_KEY
+from dynamoth_analytics.cluster.ingest import Ingest
+from dynamoth_analytics.cluster.process import DataClusterConfig, DataClusterProcess
+from dynamoth_analytics.cluster.runner import ClusterRunner
+from dynamoth_daemon.exit_codes import EXIT_FAILED
+from tests.data_cluster.world import POLL_S, TIMEOUT_S, World
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(POLL_S)
+
+
+def test_what_is_published_is_stored_by_the_data_cluster_in_charge_alone(
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot take a term does not begin to store; one that is taken over ends."""
+    looks: list[bool] = []
+    ingests: list[str] = []
+    look = ClusterRunner.look
+
+    def count_looks(self: ClusterRunner) -> None:
+        looks.append(self.has_begun)
+        look(self)
+
+    async def ingest(_: Ingest) -> None:
+        ingests.append("begins behind a term" if world.servers.run("l1", (b"GET", TERM_KEY)) else "begins too early")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ingests.append("ends")
+
+    monkeypatch.setattr(ClusterRunner, "look", count_looks)
+    monkeypatch.setattr(Ingest, "run", ingest)
+    world.set_dataset()
+    world.servers.run("l2", (b"HSET", TERM_KEY, b"no", b"term"))  # the catalog can be read there
+
+    async def play() -> int:
+        config = DataClusterConfig(
+            cluster_url=world.cluster_url, logs=world.logs, folder=str(world.folder), http_port=0
+        )
+        process = DataClusterProcess(config, world.servers, driver, world.folder, asyncio.Event())
+        running = asyncio.create_task(process.run())
+        await until(lambda: len(looks) >= 2)
+        assert ingests == []
+        world.servers.run("l2", (b"DEL", TERM_KEY))
+        await until(lambda: ingests)
+        await until(lambda: True in looks)
+        world.servers.take_term("another one")
+        return await running
+
+    assert asyncio.run(play()) == EXIT_FAILED
+    assert ingests == ["begins behind a term", "ends"]
