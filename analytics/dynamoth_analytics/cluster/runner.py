@@ -54,7 +54,7 @@ class ClusterRunner:
     def __init__(
         self, spark: SparkSession, servers: LogServers, logs: str, cluster_url: str, folder: Path, ttl_s: float
     ) -> None:
-        self.archiver = Archiver(servers, folder / "archive")
+        self.archiver = Archiver(servers, folder / "archive", journal=folder / "executions")
         #: Why queries cannot be executed, by name.
         self.refused: dict[str, str] = {}
         #: Their definitions, and those of their datasets: they are not tried again before these change.
