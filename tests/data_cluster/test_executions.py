@@ -99,6 +99,35 @@ def test_without_its_checkpoint_a_query_goes_on_exactly(driver: SparkSession, wo
     assert [each["execution"] for each in world.log(interest)] == [1, 2]
 
 
+@pytest.mark.parametrize(("names", "index"), [("commits/*", -1), ("offsets/*", -1), ("offsets/*", -2), ("meta*", 0)])
+def test_a_query_goes_on_exactly_when_spark_cannot_read_its_files(
+    driver: SparkSession, world: World, names: str, index: int
+) -> None:
+    """As after a power failure: Spark does not force them to disk."""
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        for number, id_ in enumerate("ab", 1):
+            world.append(dataset, *reports("fire", id_))
+            until(lambda: runner.status.execution == number, runner)  # noqa: B023
+    found = (world.folder / "checkpoints" / "of_type" / "spark").glob(names)
+    file = sorted(each for each in found if not each.name.startswith("."))[index]
+    file.write_bytes(b"")
+    file.with_name(f".{file.name}.crc").write_bytes(b"")
+    world.append(dataset, *reports("fire", "c"))
+    again = world.runner(world.context(driver), query, dataset)
+    with running(again):
+        until(lambda: len(world.ids(interest)) == 3, again)
+        until(lambda: again.status.execution == 3, again)
+    assert world.ids(interest) == ["a", "b", "c"]
+    assert again.status.counts["failures"] == 1
+    written = world.executions("of_type")
+    assert [each["execution"] for each in written] == [1, 2, 3]
+    assert [after["start"] == before["end"] for before, after in pairwise(written)] == [True, True]
+
+
 def test_an_execution_that_was_published_in_part_is_repeated_once_for_each(driver: SparkSession, world: World) -> None:
     """As after a crash: the checkpoint is lost, too, and the execution has begun and not ended."""
     dataset, query = world.set_dataset(), world.set_query()
