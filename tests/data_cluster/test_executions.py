@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import Window, executions_key, executions_server, restart_key
+from dynamoth.data.executions import Window, executions_server, restart_key
 from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions
 from dynamoth_analytics.cluster.dropping import end_dropped
@@ -166,7 +166,7 @@ def test_a_query_that_fails_loses_nothing_and_harms_no_other(driver: SparkSessio
     context = world.context(driver)
     runners = [world.runner(context, each, dataset) for each in (good, bad)]
     with running(*runners):
-        until(lambda: world.progress("good") is None, *runners)
+        until(lambda: all(each.status.state == "running" for each in runners), *runners)
         world.append(dataset, *reports("fire", "tiny"))
         until(lambda: all(world.ids(each) for each in interests), *runners)
         world.append(dataset, *reports("fire", "too large"))
@@ -294,5 +294,6 @@ def test_a_former_data_cluster_is_refused(driver: SparkSession, world: World) ->
         world.append(dataset, *reports("fire", "a"))
         until(former.fenced.is_set, runner)
     assert world.log(interest) == []
-    server = executions_server("of_type", world.servers.ids)
-    assert world.servers.run(server, (b"EXISTS", executions_key("of_type"))) == 0
+    progress = world.progress("of_type")
+    assert progress is not None
+    assert progress.execution == 0
