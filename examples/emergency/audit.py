@@ -110,7 +110,10 @@ def read_executions(folder: Path) -> dict[str, list[Execution]]:
     """Return the recorded executions by query, in their order. One that was repeated counts once."""
     found: dict[str, dict[int, Execution]] = defaultdict(dict)
     for file in sorted(folder.rglob("*.jsonl")):
-        for line in file.read_text().splitlines():
+        *lines, part = file.read_text().split("\n")
+        if part:
+            print(f"{file} ends with a part of a line, of an execution that was repeated", file=sys.stderr)
+        for line in lines:
             entry = json.loads(line)
             window = Window(offsets_of(entry["start"]["offsets"]), offsets_of(entry["end"]["offsets"]))
             end = entry["end"]

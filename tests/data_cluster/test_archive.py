@@ -105,22 +105,22 @@ def test_a_reader_goes_on_when_its_files_are_merged_meanwhile(world: World, tmp_
     assert found == list(range(1, 31))
 
 
-def test_a_full_disk_leaves_records_at_redis_and_says_so_once(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_full_disk_leaves_records_at_redis_and_is_an_error(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = world.set_dataset(partitions=1)
     world.append(dataset, *reports("a", "1", "2", "3"))
     archiver = Archiver(world.servers, tmp_path, hot_records=1)
-    caplog.set_level(logging.WARNING)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("dynamoth_analytics.cluster.batches.parquet.ParquetWriter", full)
-        assert [archiver.archive(world.servers.catalog()) for _ in range(2)] == [0, 0]
-    assert _is_full(archiver)
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
+        for _ in range(2):
+            with pytest.raises(ArchivingFailed, match="the disk of the archive is full: make room"):
+                archiver.archive(world.servers.catalog())
+            assert _is_full(archiver)
     assert not [path for path in tmp_path.rglob("*") if path.suffix in {".tmp", ".parquet"}]
     assert read(world, dataset, tmp_path) == ["1", "2", "3"]
     assert archiver.archive(world.servers.catalog()) == 3

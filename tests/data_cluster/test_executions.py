@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import Window, executions_key, executions_server, restart_key
+from dynamoth.data.executions import Window, executions_server, restart_key
 from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions
 from dynamoth_analytics.cluster.dropping import end_dropped
@@ -99,6 +99,35 @@ def test_without_its_checkpoint_a_query_goes_on_exactly(driver: SparkSession, wo
     assert [each["execution"] for each in world.log(interest)] == [1, 2]
 
 
+@pytest.mark.parametrize(("names", "index"), [("commits/*", -1), ("offsets/*", -1), ("offsets/*", -2), ("meta*", 0)])
+def test_a_query_goes_on_exactly_when_spark_cannot_read_its_files(
+    driver: SparkSession, world: World, names: str, index: int
+) -> None:
+    """As after a power failure: Spark does not force them to disk."""
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        for number, id_ in enumerate("ab", 1):
+            world.append(dataset, *reports("fire", id_))
+            until(lambda: runner.status.execution == number, runner)  # noqa: B023
+    found = (world.folder / "checkpoints" / "of_type" / "spark").glob(names)
+    file = sorted(each for each in found if not each.name.startswith("."))[index]
+    file.write_bytes(b"")
+    file.with_name(f".{file.name}.crc").write_bytes(b"")
+    world.append(dataset, *reports("fire", "c"))
+    again = world.runner(world.context(driver), query, dataset)
+    with running(again):
+        until(lambda: len(world.ids(interest)) == 3, again)
+        until(lambda: again.status.execution == 3, again)
+    assert world.ids(interest) == ["a", "b", "c"]
+    assert again.status.counts["failures"] == 1
+    written = world.executions("of_type")
+    assert [each["execution"] for each in written] == [1, 2, 3]
+    assert [after["start"] == before["end"] for before, after in pairwise(written)] == [True, True]
+
+
 def test_an_execution_that_was_published_in_part_is_repeated_once_for_each(driver: SparkSession, world: World) -> None:
     """As after a crash: the checkpoint is lost, too, and the execution has begun and not ended."""
     dataset, query = world.set_dataset(), world.set_query()
@@ -137,7 +166,7 @@ def test_a_query_that_fails_loses_nothing_and_harms_no_other(driver: SparkSessio
     context = world.context(driver)
     runners = [world.runner(context, each, dataset) for each in (good, bad)]
     with running(*runners):
-        until(lambda: world.progress("good") is None, *runners)
+        until(lambda: all(each.status.state == "running" for each in runners), *runners)
         world.append(dataset, *reports("fire", "tiny"))
         until(lambda: all(world.ids(each) for each in interests), *runners)
         world.append(dataset, *reports("fire", "too large"))
@@ -301,5 +330,6 @@ def test_a_former_data_cluster_is_refused(driver: SparkSession, world: World) ->
         world.append(dataset, *reports("fire", "a"))
         until(former.fenced.is_set, runner)
     assert world.log(interest) == []
-    server = executions_server("of_type", world.servers.ids)
-    assert world.servers.run(server, (b"EXISTS", executions_key("of_type"))) == 0
+    progress = world.progress("of_type")
+    assert progress is not None
+    assert progress.execution == 0

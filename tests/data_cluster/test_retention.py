@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -13,13 +14,13 @@ from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset, Field
 from dynamoth.data.executions import Checkpoint, Progress, Window
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.archive import Archiver
+from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
 from dynamoth_analytics.cluster.archive_files import file_name
 from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.cluster.retention import NOBODY, needs_of, unneeded
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from tests.data_cluster.test_archive import write
-from tests.data_cluster.world import World
+from tests.data_cluster.world import World, reports
 
 FIELDS = (Field("id", "string"),)
 CATALOG = Catalog(
@@ -107,6 +108,62 @@ def test_old_days_are_deleted_up_to_one_that_is_needed(world: World, tmp_path: P
     with pytest.raises(RecordsLost, match="offset 1 to 60"):
         list(read_range(world.servers, dataset, 0, 0, 100, tmp_path))
     assert sum(map(len, read_range(world.servers, dataset, 0, 60, 100, tmp_path))) == 40
+
+
+def test_old_days_are_deleted_before_a_full_disk_ends_the_archiving(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = world.set_dataset(partitions=1)
+    for number in range(3):
+        write(tmp_path, dataset, day(9 - number), 10 * number + 1, 10 * number + 10)
+    world.append(dataset, *reports("a", "new"))
+    archiver = Archiver(world.servers, tmp_path)
+    archiver.keep_days, archiver.unneeded = 1, {"reports/0": NOBODY}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dynamoth_analytics.cluster.archive.write_file", full)
+        with pytest.raises(ArchivingFailed, match="disk of the archive is full"):
+            archiver.archive(world.servers.catalog())
+        assert [each.name for each in (tmp_path / "reports").glob("date=*") if day(7) > each.name[5:]] == []
+    assert archiver.archive(world.servers.catalog()) == 1
+
+
+def test_a_day_that_cannot_be_deleted_does_not_hold_up_the_archiving(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = world.set_dataset(partitions=1)
+    for number in range(3):
+        write(tmp_path, dataset, day(9 - number), 10 * number + 1, 10 * number + 10)
+    archiver = Archiver(world.servers, tmp_path)
+    archiver.keep_days, archiver.unneeded = 1, {"reports/0": NOBODY}
+
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dynamoth_analytics.cluster.archive.shutil.rmtree", refused)
+        for count in (1, 2):
+            world.append(dataset, *reports("a", f"new {count}"))
+            with pytest.raises(ArchivingFailed, match=r"not deleted: .*Permission denied"):
+                archiver.archive(world.servers.catalog())
+            assert archiver.records == count
+    archiver.archive(world.servers.catalog())
+    assert {each.name for each in (tmp_path / "reports").iterdir()} == {f"date={day(0)}"}
+
+
+def test_old_days_of_the_journal_are_deleted(world: World, tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / "executions" / f"date={day(number)}").mkdir(parents=True)
+        (tmp_path / "executions" / f"date={day(number)}" / "near.jsonl").touch()
+    archiver = Archiver(world.servers, tmp_path / "archive", journal=tmp_path / "executions")
+    archiver.archive(world.servers.catalog())
+    assert len([*(tmp_path / "executions").iterdir()]) == 4, "all are kept"
+    archiver.keep_days = 2
+    archiver.archive(world.servers.catalog())
+    assert {each.name for each in (tmp_path / "executions").iterdir()} == {f"date={day(each)}" for each in range(3)}
 
 
 def test_the_last_file_of_each_partition_stays_as_it_says_where_to_go_on(world: World, tmp_path: Path) -> None:

@@ -4,20 +4,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_keys
-from dynamoth_analytics.cluster import snapshots
+from dynamoth_analytics.cluster import small_windows, snapshots
 from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
-from tests.data_cluster.world import World
+from dynamoth_analytics.files import arrow
+from tests.data_cluster.world import World, until
 
 NAME = "reports/0"
 
@@ -147,3 +152,105 @@ def test_a_base_never_goes_back(
     found.pass_over_losses(driver, dataset, {NAME: end - 2})
     assert offsets(found, dataset) == [end, end]
     assert read(driver, found, dataset, end) == dict.fromkeys("abc", 1)
+
+
+def test_two_threads_write_two_bases(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A renewal begins while an operator's order is carried out."""
+    monkeypatch.setattr(snapshots, "RENEW_RECORDS_MIN", 1)
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    end = put(world, dataset, "abc", 1)
+    at = found._at  # pyright: ignore[reportPrivateUsage]
+    renewal = threading.Thread(target=found.renew, args=(driver, dataset, {NAME: state(world)}))
+
+    def meanwhile(*arguments: Any) -> DataFrame:
+        if not renewal.ident:
+            renewal.start()
+            renewal.join(1.0)  # it waits for this thread
+        return at(*arguments)
+
+    monkeypatch.setattr(found, "_at", meanwhile)
+    found.pass_over_losses(driver, dataset, {NAME: end - 1})
+    renewal.join()
+    assert offsets(found, dataset) == [end, end - 1]
+
+
+def test_old_bases_are_deleted_also_where_no_new_one_can_be_written(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "RENEW_RECORDS_MIN", 1)
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    for size in range(2):
+        put(world, dataset, "a", size)
+        found.renew(driver, dataset, {NAME: state(world)})
+    end = put(world, dataset, "a", 2)
+    monkeypatch.setattr(snapshots, "BASES_KEPT", 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            found.renew(driver, dataset, {NAME: state(world)})
+    assert offsets(found, dataset) == [end - 1]
+    assert read(driver, found, dataset, end) == {"a": 2}
+    found.renew(driver, dataset, {NAME: state(world)})
+    assert offsets(found, dataset) == [end]
+
+
+Row = tuple[str, int, int, int, int]
+"""Key, partition, offset, time of arrival in ms, and a number."""
+
+MOVED: list[Row] = [
+    ("stays", 0, 1, 50, 0), ("stays", 0, 2, 60, 1),
+    ("clock set back", 0, 3, 60, 0), ("clock set back", 0, 4, 50, 1),
+    ("down", 1, 9, 50, 0), ("down", 0, 5, 60, 1),
+    ("up", 0, 6, 50, 0), ("up", 1, 10, 60, 1),
+    ("back and forth", 0, 7, 50, 0), ("back and forth", 1, 11, 60, 0), ("back and forth", 0, 8, 70, 1),
+    ("at once", 0, 12, 50, 0), ("at once", 1, 12, 50, 1),
+]  # fmt: skip
+
+
+def test_the_latest_record_of_a_key_whose_partition_has_changed(driver: SparkSession, dataset: Dataset) -> None:
+    """Small and large windows agree: a key has other partitions after an operator has raised their number."""
+    keys = dict.fromkeys(key for key, *_ in MOVED)
+    chance = Random(1)
+    rows = sorted(
+        [*MOVED, *((f"k{chance.randrange(100)}", chance.randrange(3), offset, chance.randrange(20), offset)
+        for offset in range(20, 500))], key=lambda row: row[1:3],
+    )  # fmt: skip
+    columns = [*zip(*rows, strict=True)]
+    arrived = [value * 1000 for value in columns[3]]
+    table = arrow.table({"id": columns[0], "size": columns[4], "_partition": columns[1], "_offset": columns[2]})
+    table = table.append_column("_arrived", arrow.array(arrived, arrow.timestamp("us", tz="UTC")))
+    small = _sizes(small_windows._latest(table, "id").to_pylist())  # pyright: ignore[reportPrivateUsage]
+    frame = driver.createDataFrame(table)
+    large = _sizes(snapshots._latest(frame, "id").toArrow().to_pylist())  # pyright: ignore[reportPrivateUsage]
+    assert small == large
+    assert {key: small[key] for key in keys} == dict.fromkeys(keys, 1)
+    assert len(small) == len({row[0] for row in rows})
+
+
+def _sizes(rows: list[dict[str, Any]]) -> dict[str, int]:
+    found = {row["id"]: row["size"] for row in rows}
+    assert len(found) == len(rows), "each key is there once"
+    return found
+
+
+def test_a_stale_record_of_a_former_partition_does_not_come_back(
+    driver: SparkSession, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "RENEW_RECORDS_MIN", 1)
+    dataset = world.set_dataset(kind="keyed", key="id", id="", partitions=2)
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    for size, partition in enumerate((1, 0)):
+        world.append(dataset, {"id": "a", "type": "t", "size": size}, partition=partition)
+        stored_ms = world.servers.now_ms()
+        until(lambda: world.servers.now_ms() > stored_ms)  # noqa: B023
+    ends = world.servers.tips({"reports": 2})
+    for _ in range(2):
+        assert [row["size"] for row in found.at(driver, dataset, ends).collect()] == [1]
+        found.renew(driver, dataset, world.servers.states({"reports": 2}))
+    assert len(found.bases(dataset)) == 1

@@ -106,13 +106,15 @@ class World:
         for id_ in self.servers.ids:
             self.servers.run(id_, put_command(key, name, entry))
 
-    def append(self, dataset: Dataset, *records: Mapping[str, Any]) -> None:
+    def append(self, dataset: Dataset, *records: Mapping[str, Any], partition: int | None = None) -> None:
+        """Store records in the partitions in turn, or in one."""
         for record in records:
             value, _, id_ = dataset.normalize(json.dumps(record).encode(), time.time())
-            partition, self._turn = self._turn % dataset.partitions, self._turn + 1
-            server = self.servers.server_of(partition_name(dataset.stream, partition))
+            number, self._turn = self._turn % dataset.partitions, self._turn + 1
+            number = number if partition is None else partition
+            server = self.servers.server_of(partition_name(dataset.stream, number))
             run_id = self.servers.run_id(server)
-            self.servers.run(server, append_records_command(dataset, partition, [(value, id_)], run_id))
+            self.servers.run(server, append_records_command(dataset, number, [(value, id_)], run_id))
 
     def load(self, dataset: Dataset, *records: Mapping[str, Any]) -> None:
         """Store the records of a load of a static dataset."""

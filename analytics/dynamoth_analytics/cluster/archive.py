@@ -6,7 +6,8 @@ A file has a range of offsets of one partition, which its name says (``archive_f
 all, and is on disk then. Only then the stream is trimmed. A process that dies in between archives nothing twice, as the
 last file says where to go on. A partition that cannot be archived does not hold up the others.
 
-The small files of past days are merged (``merging``), and old days are deleted if so configured.
+The small files of past days are merged (``merging``), and old days are deleted if so configured: before anything is
+written, so that a full disk gets room.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from dynamoth.data.records import Record, partition_keys, partition_name
 from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
-from dynamoth_analytics.cluster.batches import OFFSET, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.batches import OFFSET, make_folder, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.journal import delete_days
 from dynamoth_analytics.cluster.merging import compact
 from dynamoth_analytics.cluster.paging import pages
 from dynamoth_analytics.cluster.reading import read_state
@@ -47,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class ArchivingFailed(DynamothError):
-    """Raised when a part of the archive could not be written; everything else was."""
+    """Raised when a part of the archive could not be written; everything else was, unless the disk is full."""
 
     code = "archiving"
 
@@ -59,18 +61,22 @@ class Archiver:
         servers: the log servers.
         folder: of the archive.
         hot_records: records of each partition that stay at Redis, but at most half of the dataset's ``waiting_max``.
+        journal: the folder of the journal of executions, whose old days are deleted, too; None: there is none.
 
     """
 
-    def __init__(self, servers: LogServers, folder: Path, hot_records: int = 100_000) -> None:
+    def __init__(
+        self, servers: LogServers, folder: Path, hot_records: int = 100_000, journal: Path | None = None
+    ) -> None:
         self._servers = servers
         self._folder = folder
+        self._journal = journal
         self.hot_records = hot_records
         #: Its data cluster's, with which it trims.
         self.term = 0
         self._positions: dict[str, int] = {}
         self._compacted: set[Path] = set()
-        #: Day folders that are older are deleted, where nobody needs them; 0: none is.
+        #: Older days are deleted, those of the archive where nobody needs them; 0: none is.
         self.keep_days = 0
         #: Up to which offset nobody needs the archive of each partition, by its name.
         self.unneeded: Mapping[str, int] = {}
@@ -86,39 +92,40 @@ class Archiver:
     def archive(self, catalog: Catalog) -> int:
         """Archive what is new of all datasets; return how many records that were.
 
-        While the disk is full, records stay at Redis, and the next call tries again. Raises ArchivingFailed when all
-        that can be done is done.
+        Raises ArchivingFailed when all that can be done is done. While the disk is full, records stay at Redis, and the
+        next call tries again.
         """
         before = self.records
         self._failures, self._unreachable = [], set()
         try:
             self._clean()
+            self._delete_old(catalog)
             self._archive(catalog)
             self._compact()
-            self._delete_old(catalog)
+            self.is_full = False
         except OSError as error:
             if error.errno not in _FULL_DISK:
                 raise
-            if not self.is_full:
-                _log.error("the disk of the archive %s is full: records stay at Redis until it has room", self._folder)
             self.is_full = True
-        else:
-            if self.is_full:
-                _log.warning("the archive %s has room again", self._folder)
-            self.is_full = False
+            text = f"the disk of the archive is full: make room in {self._folder}; records stay at Redis until then"
+            self._failures.insert(0, text)
         if self._failures:
             others = len(self._failures) - 1
             raise ArchivingFailed(self._failures[0] + f" (and {others} more like this)" * (others > 0))
         return self.records - before
 
     def _clean(self) -> None:
-        """Delete the hidden files of a process that died."""
-        if not self._is_cleaned:
+        """Delete the hidden files of a process that died, and days that were deleted in part."""
+        if self._is_cleaned:
+            return
+        try:
             for file in self._folder.glob("*/date=*/.*.tmp"):
                 file.unlink(missing_ok=True)
             for day in self._folder.glob("*/.date=*"):
                 shutil.rmtree(day)
             self._is_cleaned = True
+        except OSError as error:
+            self._failures.append(f"files that a process has left are not deleted: {error}")
 
     def _compact(self) -> None:
         """Merge the files of one past day, so that a call does not take long."""
@@ -136,21 +143,34 @@ class Archiver:
                 return
 
     def _delete_old(self, catalog: Catalog) -> None:
-        """Delete old days, the oldest first, up to one that somebody needs or that has the last file of a partition."""
+        """Delete old days of the archive and of the journal."""
         if not self.keep_days:
             return
         first_kept = f"date={datetime.now(UTC) - timedelta(days=self.keep_days):%Y-%m-%d}"
+        if self._journal is not None:
+            try:
+                delete_days(self._journal, first_kept)
+            except OSError as error:
+                self._failures.append(f"old days of the journal of executions are not deleted: {error}")
         for dataset in archived_datasets(catalog):
-            newest_first = days(self._folder, dataset.name)
-            while newest_first and newest_first[-1].name < first_kept:
-                day = newest_first.pop()
-                if not self._is_unneeded(dataset, day, newest_first):
-                    break
-                hidden = day.with_name(f".{day.name}")
-                day.rename(hidden)
-                forget(day)
-                shutil.rmtree(hidden)
-                _log.info("the archive of dataset %s: %s was deleted", dataset.name, day.name)
+            try:
+                self._delete_days(dataset, first_kept)
+            except OSError as error:
+                self._is_cleaned = False  # what is left of a day is deleted by the next call
+                self._failures.append(f"old days of dataset {dataset.name} are not deleted: {error}")
+
+    def _delete_days(self, dataset: Dataset, first_kept: str) -> None:
+        """Delete old days, the oldest first, up to one that somebody needs or that has the last file of a partition."""
+        newest_first = days(self._folder, dataset.name)
+        while newest_first and newest_first[-1].name < first_kept:
+            day = newest_first.pop()
+            if not self._is_unneeded(dataset, day, newest_first):
+                return
+            hidden = day.with_name(f".{day.name}")
+            day.rename(hidden)
+            forget(day)
+            shutil.rmtree(hidden)
+            _log.info("the archive of dataset %s: %s was deleted", dataset.name, day.name)
 
     def _is_unneeded(self, dataset: Dataset, day: Path, newer: Sequence[Path]) -> bool:
         for partition, files in day_files(day).items():
@@ -186,7 +206,7 @@ class Archiver:
         for before, batches in self._files(dataset, partition):
             first, last = batches[0].column(OFFSET)[0].as_py(), batches[-1].column(OFFSET)[-1].as_py()
             day = self._folder / dataset.name / f"date={datetime.now(UTC):%Y-%m-%d}"
-            day.mkdir(parents=True, exist_ok=True)
+            make_folder(day)
             tables = (arrow.Table.from_batches([batch]) for batch in batches)
             write_file(day / file_name(partition, before, first, last), record_schema(dataset), tables)
             self._positions[name] = last

@@ -33,7 +33,7 @@ SETTLED_S = 2.0
 class ArchiveFile(NamedTuple):
     """A file of the archive, as its name describes it."""
 
-    #: Other files have all records up to this offset, except those that this reader passes over.
+    #: Up to this offset, other files have all records.
     before: int
     first: int
     last: int
@@ -126,8 +126,8 @@ def files_between(folder: Path, dataset: str, partition: int, after: int, until:
 def archived(folder: Path, dataset: Dataset, partition: int, after: int, until: int) -> Iterator[Any | Hole]:
     """Yield the archived records behind ``after`` and up to ``until`` as Arrow batches, in order, each record once.
 
-    Where the chain of files has a hole, a ``Hole`` comes in its place. What is behind the last file is none. One row
-    group is in memory at a time.
+    Where the chain of files has a hole, a ``Hole`` comes in its place. Records after the last file are not reported.
+    One row group is in memory at a time.
     """
     position = after
     files = files_between(folder, dataset.name, partition, position, until)

@@ -133,12 +133,29 @@ def _grouped(tables: Iterator[Any]) -> Iterator[Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a small file, which appears as a whole or not at all, and is on disk then. Raises OSError."""
     hidden = path.with_name(f".{path.name}.tmp")
-    with hidden.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.rename(path)
+    try:
+        with hidden.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.rename(path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents where they are missing; the names of new ones are on disk then. Raises OSError."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    try:
+        sync_folder(folder.parent)
+    except OSError:
+        folder.rmdir()  # the next call makes it again
+        raise
 
 
 def sync_folder(folder: Path) -> None:

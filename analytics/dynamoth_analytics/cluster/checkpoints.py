@@ -3,6 +3,9 @@
 ``base.json`` says where it begins: the execution before its first one, and the offsets before its first window.
 ``windows/N.json`` is the end of the window of batch N. Spark's own files are below ``spark``: ``commits/N`` there says
 that batch N has ended.
+
+Spark does not force its files to disk: after a power failure some may be missing or empty, so that it cannot go on.
+Then a new checkpoint is begun behind the last batch that has ended, as the names of Spark's files say.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamoth.data.executions import Checkpoint
-from dynamoth_analytics.cluster.batches import write_text
+from dynamoth_analytics.cluster.batches import make_folder, sync_folder, write_text
 
 BASE_FILE = "base.json"
 
@@ -59,14 +62,17 @@ class CheckpointFolder:
             return None  # it never came to be, or is damaged: what the log server has stored counts then
 
     def begin(self, base: Base) -> None:
-        """Begin a new one. Raises OSError."""
-        self.remove()
-        self._folder.mkdir(parents=True)
+        """Begin a new one in place of the former one. Raises OSError; where the disk is full, that is still there."""
         values = {
             "base": base.execution, "start": base.start, "end": base.first_end, "datasets": list(base.datasets)
         }  # fmt: skip
-        self._windows.mkdir()
-        write_text(self._folder / BASE_FILE, json.dumps(values))
+        hidden = self._folder.with_name(f".{self._folder.name}.tmp")
+        shutil.rmtree(hidden, ignore_errors=True)
+        make_folder(hidden / self._windows.name)
+        write_text(hidden / BASE_FILE, json.dumps(values))
+        self.remove()
+        hidden.rename(self._folder)
+        sync_folder(self._folder.parent)
 
     def remove(self) -> None:
         """Remove it. ``base.json`` goes first: without that, the rest is no checkpoint."""

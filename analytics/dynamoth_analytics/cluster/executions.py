@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from py4j.protocol import Py4JError  # pyright: ignore[reportMissingTypeStubs] it has none
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
@@ -183,6 +185,8 @@ class QueryRunner:
         self._progress: Progress | None = None
         #: The error of the execution that has failed: that of the stream quotes it in pages of text.
         self._error: BaseException | None = None
+        #: Whether Spark failed outside of an execution, as it does when it cannot read its own files.
+        self._has_spark_failed = False
         #: When the last execution of this process began and ended; 0: there was none.
         self._began_ms = self._ended_ms = 0
         self._retry_at = 0.0
@@ -210,12 +214,18 @@ class QueryRunner:
     def keep_running(self) -> None:
         """Start the stream if it does not run, and is not to wait. Raises LogServerFailed, OSError."""
         if self._stream is not None and not self._stream.isActive:
+            self._has_spark_failed = self._error is None
             error = self._error or self._stream.exception()
             self._stream, self._error = None, None
             if error is not None:
                 self._fail(error)
         if self._stream is None and time.monotonic() >= self._retry_at:
-            self._stream = self._start_stream()
+            try:
+                self._stream = self._start_stream()
+            except (PySparkException, Py4JError) as error:
+                self._has_spark_failed = True
+                self._fail(error)
+                return
             if self._could_not_start:
                 self._could_not_start = False
                 self._set_state("running")
@@ -285,7 +295,7 @@ class QueryRunner:
 
     def _start_stream(self) -> StreamingQuery:
         base = self._prepared_checkpoint()
-        self._base, self._error = base.execution, None
+        self._base, self._error, self._has_spark_failed = base.execution, None, False
         self._stopping.clear()
         batches = self._context.spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 1).load()
         writer = batches.writeStream.queryName(self.query.name).foreachBatch(self._execute)
@@ -309,7 +319,9 @@ class QueryRunner:
                 name, progress.execution, "ended" if progress.is_done else "began",
             )  # fmt: skip
         self._progress = progress
-        begin = resumption(progress, checkpoint, reads_the_same=base is None or sorted(base.datasets) == datasets)
+        # Without a checkpoint that Spark can read, it begins again where the former one was.
+        is_same = not self._has_spark_failed and (base is None or sorted(base.datasets) == datasets)
+        begin = resumption(progress, checkpoint, reads_the_same=is_same)
         if begin is None:
             assert base is not None, "it goes on"
             return base

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -30,6 +32,11 @@ _SPARKS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\] (.+)")
 _CAUSED = re.compile(r"Caused by: (?:[\w.$]+: )?(.+)")
 """The causes of an error of Java, without their classes; the last one is the first that went wrong."""
 
+DISK_IS_FULL = "a disk of the data cluster is full: make room in data_cluster.folder and in SPARK_LOCAL_DIRS"
+
+_DISK_IS_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""In the texts of errors of the operating system, of Arrow and of Java."""
+
 _WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEPTION", "PYTHON_DATA_SOURCE_ERROR")
 """Classes of errors that say only that there is another one."""
 
@@ -37,12 +44,15 @@ _WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEP
 def reason_of(error: BaseException) -> str:
     """Return one sentence about an error."""
     text = str(error).strip()
+    is_disk_full = any(each in text for each in _DISK_IS_FULL)
+    if isinstance(error, OSError) and is_disk_full:
+        return DISK_IS_FULL
     if isinstance(error, DynamothError | OSError):
         return text[:CHARACTERS_MAX]
     if ours := [*_OURS.finditer(text)]:
         return ours[-1][2].strip()[:CHARACTERS_MAX]
-    if "No space left on device" in text:
-        return "a disk of the data cluster is full: make room in data_cluster.folder and in SPARK_LOCAL_DIRS"
+    if is_disk_full:
+        return DISK_IS_FULL
     for found in _SPARKS.finditer(text):
         if found[1] not in _WRAPPERS:
             return f"[{found[1]}] {found[2].strip()}"[:CHARACTERS_MAX]

@@ -18,7 +18,14 @@ from uuid import uuid4
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import load_size_command, parse_load_size, partition_name
-from dynamoth_analytics.cluster.batches import read_file, record_schema, sync_folder, write_file, write_text
+from dynamoth_analytics.cluster.batches import (
+    make_folder,
+    read_file,
+    record_schema,
+    sync_folder,
+    write_file,
+    write_text,
+)
 from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.cluster.servers import LogServers
 from dynamoth_analytics.files import arrow, parquet
@@ -56,7 +63,7 @@ class LoadCopies:
 
     def _write(self, dataset: Dataset, copy: Path, offsets: Mapping[str, int]) -> None:
         hidden = copy.with_name(f".{copy.name}-{uuid4().hex}.tmp")
-        hidden.mkdir(parents=True)
+        make_folder(hidden)
         try:
             for number in range(dataset.partitions):
                 until = offsets[partition_name(dataset.stream, number)]

@@ -54,6 +54,8 @@ def collect(runner: ClusterRunner) -> Iterator[Metric]:
     yield _FAMILIES.gauge("queries_failing", "Queries that fail now", failing)
     yield _FAMILIES.gauge("interests", "Interests of all queries", sum(len(each.table) for each in queries.values()))
     yield _FAMILIES.counter("archived", "Records that were archived", runner.archiver.records)
+    is_full = int(runner.archiver.is_full)
+    yield _FAMILIES.gauge("archive_full", "1: the disk of the archive is full, so records stay at Redis", is_full)
     yield from _FAMILIES.counters(_COUNTERS, runner.counts())
     seconds = {name: each.status.seconds for name, each in queries.items()}
     yield _FAMILIES.gauge_by("query", "execution_seconds", "How long the last execution took", seconds)

@@ -45,7 +45,7 @@ class ClusterRunner:
     def __init__(
         self, spark: SparkSession, servers: LogServers, logs: str, cluster_url: str, folder: Path, ttl_s: float
     ) -> None:
-        self.archiver = Archiver(servers, folder / "archive")
+        self.archiver = Archiver(servers, folder / "archive", journal=folder / "executions")
         #: Called, in a thread, when it has a term.
         self.on_begun: Callable[[], Any] = lambda: None
         #: Why queries cannot be executed, by name.

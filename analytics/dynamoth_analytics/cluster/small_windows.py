@@ -24,7 +24,7 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.executions import Window
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import partition_names
-from dynamoth_analytics.cluster.batches import record_schema, with_columns_of
+from dynamoth_analytics.cluster.batches import ARRIVED, PARTITION, record_schema, with_columns_of
 from dynamoth_analytics.cluster.loads import LoadCopies
 from dynamoth_analytics.cluster.reading import read_range
 from dynamoth_analytics.cluster.servers import LogServers
@@ -185,10 +185,15 @@ def pairs(tables: Mapping[str, Table], interests: int) -> int:
 
 
 def _latest(rows: Any, key: str) -> Any:
-    """Return the last row of each key. A key has one partition, so its rows are in the order of their offsets."""
+    """Return the latest row of each key, as ``snapshots`` says. Rows of a partition have to be in order."""
+    last = _last(rows, key, PARTITION)
+    return _last(last.sort_by([(ARRIVED, "ascending"), (PARTITION, "ascending")]), key)
+
+
+def _last(rows: Any, *columns: str) -> Any:
+    """Return the last row of each group with the same values in these columns."""
     numbered = rows.append_column("_row", arrow.array(range(len(rows)), arrow.int64()))
-    last = numbered.group_by(key).aggregate([("_row", "max")]).column("_row_max")
-    return rows.take(last)
+    return rows.take(numbered.group_by([*columns]).aggregate([("_row", "max")]).column("_row_max"))
 
 
 def _written(folder: Path, dataset: Dataset, rows: Any) -> Table:

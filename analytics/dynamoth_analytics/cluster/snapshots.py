@@ -3,6 +3,10 @@
 A *base* is a Parquet file with the latest records up to some offsets. A snapshot is a base and the records behind it.
 So it is the same whenever it is computed, and costs what the dataset has keys, however long its history is. A new base
 is written when many records are behind the newest one, in proportion to its keys.
+
+The latest record of a key is the last one of its partition, by offset. A key has records in several partitions after an
+operator has changed their number: then the latest of those counts that were the last ones of their partitions, by the
+time of arrival.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +27,7 @@ from pyspark.sql import functions as F
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_names
-from dynamoth_analytics.cluster.batches import OFFSET, PARTITION, sync_folder, write_text
+from dynamoth_analytics.cluster.batches import ARRIVED, OFFSET, PARTITION, make_folder, sync_folder, write_text
 from dynamoth_analytics.files import parquet
 
 BASES_KEPT = 3
@@ -50,11 +56,16 @@ class Base:
 
 
 class KeyedSnapshots:
-    """The snapshots of keyed datasets. ``options`` are those of the source: ``logs`` and ``archive``."""
+    """The snapshots of keyed datasets. ``options`` are those of the source: ``logs`` and ``archive``.
+
+    Threads may use it at the same time.
+    """
 
     def __init__(self, folder: Path, options: Mapping[str, str]) -> None:
         self._folder = folder
         self._options = options
+        #: By dataset: held while a base is written or deleted.
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def at(self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int]) -> DataFrame:
         """Return the latest record of each key, as of these offsets."""
@@ -69,8 +80,7 @@ class KeyedSnapshots:
         rows: DataFrame = reader.option("start", _json(start)).option("end", _json(offsets)).load()
         if base is not None:
             rows = spark.read.parquet(str(base.folder / "rows")).unionByName(rows, allowMissingColumns=True)
-        latest = Window.partitionBy(dataset.key).orderBy(F.desc(PARTITION), F.desc(OFFSET))
-        return rows.withColumn("_rank", F.row_number().over(latest)).where("_rank = 1").drop("_rank")
+        return _latest(rows, dataset.key)
 
     def renew(
         self,
@@ -90,10 +100,13 @@ class KeyedSnapshots:
         Raises OSError, and errors of Spark, as that of a range whose records are lost.
 
         """
-        newest = next(iter(self.bases(dataset)), None)
-        if _is_due(newest, states):
-            self._write(spark, dataset, {name: state.offset for name, state in states.items()}, self._options)
-        self._delete_old(dataset, needed)
+        with self._locks[dataset.name]:
+            newest = next(iter(self.bases(dataset)), None)
+            try:
+                if _is_due(newest, states):
+                    self._write(spark, dataset, {name: state.offset for name, state in states.items()}, self._options)
+            finally:
+                self._delete_old(dataset, needed)  # also where the disk is full: that makes room
 
     def pass_over_losses(self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int]) -> None:
         """Write a base as of these offsets, without records that are lost: an operator goes on with what there is.
@@ -101,7 +114,8 @@ class KeyedSnapshots:
         Raises OSError and errors of Spark.
         """
         own = {name: offsets.get(name, 0) for name in partition_names(dataset)}
-        self._write(spark, dataset, own, {**self._options, "fail_on_loss": "false"})
+        with self._locks[dataset.name]:
+            self._write(spark, dataset, own, {**self._options, "fail_on_loss": "false"})
 
     def base_of(self, dataset: Dataset, offsets: Mapping[str, int]) -> Base | None:
         """Return the base with which a snapshot as of these offsets begins; None: it begins with the first record."""
@@ -124,6 +138,7 @@ class KeyedSnapshots:
         number = int(bases[0].folder.name) + 1 if bases else 1
         folder = self._folder / dataset.name / f"{number:08d}"
         shutil.rmtree(folder, ignore_errors=True)
+        make_folder(folder.parent)
         self._at(spark, dataset, own, options).coalesce(4).write.parquet(str(folder / "rows"))
         keys = _force_to_disk(folder / "rows")
         sync_folder(folder)
@@ -136,6 +151,18 @@ class KeyedSnapshots:
             if old.folder not in kept:
                 (old.folder / "base.json").unlink()
                 shutil.rmtree(old.folder)
+
+
+def _latest(rows: DataFrame, key: str) -> DataFrame:
+    """Return the latest record of each key. All of its records are brought together once, for both steps."""
+    steps = (
+        Window.partitionBy(key, PARTITION).orderBy(F.desc(OFFSET)),
+        Window.partitionBy(key).orderBy(F.desc(ARRIVED), F.desc(PARTITION)),
+    )
+    rows = rows.repartition(F.col(key))
+    for latest in steps:
+        rows = rows.withColumn("_rank", F.row_number().over(latest)).where("_rank = 1").drop("_rank")
+    return rows
 
 
 def _is_due(newest: Base | None, states: Mapping[str, PartitionState]) -> bool:
