@@ -40,6 +40,9 @@ def test_a_definition_is_read_as_it_is_written() -> None:
         ({"parameters": {"type": {"type": "string", "min": 1}}}, "only numbers"),
         ({"parameters": {"type": {"type": "int", "choices": ["a"]}}}, "choices"),
         ({"parameters": {"type": {"typ": "int"}}}, "no setting 'typ'"),
+        ({"parameters": {"type": {"type": "int", "max": float("nan")}}}, "finite numbers"),
+        ({"parameters": {"type": {"type": "float", "min": float("-inf")}}}, "finite numbers"),
+        ({"keep_s": 0}, "keep_s is between"),
         ({"bind": {"most": "$sub"}}, "bind is"),
         ({"periods": 3}, "no setting 'periods'"),
     ],
@@ -76,6 +79,24 @@ def test_values_fit_the_parameters_or_are_refused(values: dict[str, Any], words:
     with pytest.raises(BadParameters) as error:
         query.check(values)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("value", [1e20, -(2.0**53) - 2, 2**53 + 1, 10**400, float("inf"), True])
+def test_whole_numbers_are_exact_or_refused(value: float) -> None:
+    query = read_query("near", GOOD | {"parameters": {"n": "int"}, "sql": "SELECT 1 FROM reports WHERE n = :n"})
+    with pytest.raises(BadParameters, match="'n'"):
+        query.check({"n": value})
+    query.check({"n": 2**53})
+    query.check({"n": -(2.0**53)})
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), False, "1"])
+def test_numbers_are_finite_or_refused(value: float) -> None:
+    query = read_query("near", GOOD | {"parameters": {"x": "float"}, "sql": "SELECT 1 FROM reports WHERE x = :x"})
+    with pytest.raises(BadParameters, match="'x'"):
+        query.check({"x": value})
+    query.check({"x": 1.7e308})
+    query.check({"x": 10**20})  # as the canonical parameters have 1e20
 
 
 def test_values_that_fit() -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
 
 from dynamoth.data.queries import StandingQuery
@@ -53,6 +54,25 @@ def test_interests_of_another_version_are_left_out(world: World) -> None:
     table = table_of(world, query)
     assert [*rows(table)] == [good]
     assert len(table) == 3
+
+
+def test_an_interest_that_the_file_cannot_have_harms_no_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    table = table_of(world, world.set_query())
+    good = world.register("of_type", {"type": "fire"})
+    half = register_command("of_type", [("half", '{"type":"\\ud800"}', 60.0)])  # no broker takes such text
+    world.servers.run(world.server_of("half"), half)
+    assert [*rows(table)] == [good]
+    other = world.register("of_type", {"type": "flood"})
+    assert set(rows(table)) == {good, other}
+    [record] = [each for each in caplog.records if "left out" in each.message]
+    assert "interest half of query of_type" in record.message
+
+
+def test_whole_numbers_that_no_column_can_have_are_left_out(world: World) -> None:
+    query = world.set_query(parameters={"size": "int"}, sql="SELECT r.id FROM reports r WHERE r.size = :size")
+    world.register("of_type", {"size": 1e20})
+    good = world.register("of_type", {"size": 2**53})
+    assert [*rows(table_of(world, query))] == [good]
 
 
 def test_a_file_is_written_when_something_has_changed(world: World) -> None:

@@ -31,6 +31,9 @@ REGISTERED = "_registered"
 
 _log = logging.getLogger("dynamoth.data-cluster")
 
+_UNFIT = ValueError, TypeError, OverflowError
+"""What Arrow raises for a value that a column cannot have; its own errors are of these types."""
+
 _TYPES: dict[ParameterType, Any] = {
     "string": arrow.string(),
     "int": arrow.int64(),
@@ -77,6 +80,8 @@ class InterestTable:
         self._version = 0
         self._file: Path | None = None
         self._is_changed = True
+        #: Interests that were left out, and are in the log of the process.
+        self._logged: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("*.parquet"):
             file.unlink()  # of a process before this one
@@ -174,10 +179,24 @@ class InterestTable:
                 interest_id, registration.at_ms, *(_column(each.type, values[each.name]) for each in parameters)
             )  # fmt: skip
 
+    def _can_write(self, schema: Any, row: tuple[Any, ...]) -> bool:
+        """Tell whether the file can have a row; one that it cannot is logged once, and harms no other interest."""
+        try:
+            _arrays(schema, [row])
+        except _UNFIT as error:
+            if row[0] not in self._logged:
+                self._logged.add(row[0])
+                text = "interest %s of query %s is left out, as the table of interests cannot have its parameters: %s"
+                _log.error(text, row[0], self._query.name, error)
+            return False
+        return True
+
     def _written(self, rows: Sequence[tuple[Any, ...]]) -> Path:
         schema = interest_schema(self._query)
-        columns = [*zip(*rows, strict=True)] or [()] * len(schema)
-        arrays = [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+        try:
+            arrays = _arrays(schema, rows)
+        except _UNFIT:
+            arrays = _arrays(schema, [row for row in rows if self._can_write(schema, row)])
         self._version += 1
         file = self._folder / f"{self._version}.parquet"
         hidden = file.with_suffix(".tmp")
@@ -186,6 +205,12 @@ class InterestTable:
         # An execution that runs may read the former one: the one before that is not needed any more.
         (self._folder / f"{self._version - 2}.parquet").unlink(missing_ok=True)
         return file
+
+
+def _arrays(schema: Any, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the columns of rows. Raises ``_UNFIT``."""
+    columns = [*zip(*rows, strict=True)] or [()] * len(schema)
+    return [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
 
 
 def _column(type_: ParameterType, value: Any) -> Any:
