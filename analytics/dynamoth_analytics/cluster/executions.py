@@ -38,9 +38,11 @@ from dynamoth.data.executions import (
     Progress,
     QueryStatus,
     Window,
+    begin_key,
     executions_key,
     executions_server,
     give_up,
+    parse_begin,
     parse_progress,
     parse_status,
     restart_key,
@@ -132,6 +134,10 @@ class ClusterContext:
     def progress(self, query: str) -> Progress | None:
         """Return the stored progress of a query. Raises LogServerFailed."""
         return parse_progress(self._get(query, executions_key(query)))
+
+    def begin(self, query: str) -> Mapping[str, Any] | None:
+        """Return behind which offsets a query begins that was dropped, None: not known. Raises LogServerFailed."""
+        return parse_begin(self._get(query, begin_key(query)))
 
     def store_progress(self, query: str, progress: Progress) -> None:
         """Store the progress of a query. Raises LogServerFailed, also where a newer data cluster is there."""
@@ -296,7 +302,7 @@ class QueryRunner:
             assert base is not None, "it goes on"
             return base
         now = self._windows.now()
-        start = with_new_datasets(begin.start or now, now["offsets"])
+        start = with_new_datasets(begin.start or self._context.begin(name) or now, now["offsets"])
         end = None if begin.first_end is None else with_new_datasets(begin.first_end, now["offsets"])
         base = Base(begin.base, start, end, datasets)
         self._checkpoint.begin(base)
