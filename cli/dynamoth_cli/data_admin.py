@@ -24,7 +24,7 @@ from dynamoth.data.catalog import (
 )
 from dynamoth.data.datasets import DEAD_SUFFIX, PARTITIONS_MAX, Dataset, read_dataset
 from dynamoth.data.executions import begin_again_command, begin_progress_command, executions_server
-from dynamoth.data.queries import KEEP_S_MIN, StandingQuery, read_query
+from dynamoth.data.queries import KEEP_S_MIN, StandingQuery, canonical_values, read_query
 from dynamoth.data.records import (
     finish_load_command,
     parse_tip,
@@ -34,6 +34,7 @@ from dynamoth.data.records import (
     partition_server,
     tip_command,
 )
+from dynamoth.data.registrations import parse_registration, registration_keys
 from dynamoth.errors import ConfigError, printable
 from dynamoth_cli.settings import add_section, link_options, load_settings
 from dynamoth_cli.text_files import UnreadableFile, read_text_file
@@ -228,6 +229,7 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> Regi
         outcomes.append(_outcome("query", same, former))
         if same != former:
             changed.append(replace(same, version=same.version + 1))
+            warnings += await _outdated(links, query)
     for definition in changed:
         if isinstance(definition, Dataset):
             if definition.name not in catalog.datasets:
@@ -254,6 +256,27 @@ async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, 
     await links.command(server, begin_progress_command(query.name, end, number), repeats=True)
     if query.version > 1:
         await links.command(server, begin_again_command(query.name, end), repeats=True)
+
+
+async def _outdated(links: DataLinks, query: StandingQuery) -> list[str]:
+    """Return a warning if interests that users have registered do not fit a query any more."""
+    interests: dict[bytes, bytes] = {}
+    for id_ in links.ids:
+        cursor = b"0"
+        while True:
+            command = (b"HSCAN", registration_keys(query.name)[0], cursor, b"COUNT", b"1000")
+            cursor, pairs = await links.command(id_, command, repeats=True)
+            interests |= dict(zip(pairs[::2], pairs[1::2], strict=True))
+            if int(cursor) == 0:
+                break
+    values = [canonical_values(parse_registration(*each).params or "{}") for each in interests.items()]
+    count = sum(query.fault(each) is not None for each in values)
+    if not count:
+        return []
+    return [
+        f"query {query.name}: {count} of {len(values)} registered interests do not fit it any more: their users get an"
+        " error as the last result set, and have to subscribe again"
+    ]
 
 
 async def _check_unused(links: DataLinks, dataset: Dataset) -> None:

@@ -121,6 +121,18 @@ class StandingQuery:
         """All datasets that it needs."""
         return (self.on, *self.reads)
 
+    def fault(self, values: Mapping[str, Scalar]) -> str | None:
+        """Return why an interest with these values cannot be executed, None if it can.
+
+        A value of a parameter that the query has no longer does no harm.
+        """
+        for parameter in self.parameters:
+            if parameter.name not in values:
+                return f"parameter {parameter.name!r} is missing: it is of type {parameter.type}"
+            if fault := parameter.check(values[parameter.name]):
+                return fault
+        return None
+
     def check(self, values: Mapping[str, Scalar], subject: str | None = None) -> None:
         """Check that an interest has exactly the declared parameters.
 
@@ -135,11 +147,8 @@ class StandingQuery:
             if name not in self.by_name:
                 known = ", ".join(self.by_name) or "none"
                 raise BadParameters(f"query {self.name!r} has no parameter {shortened(name)}: those are {known}")
-        for parameter in self.parameters:
-            if parameter.name not in values:
-                raise BadParameters(f"parameter {parameter.name!r} is missing: it is of type {parameter.type}")
-            if fault := parameter.check(values[parameter.name]):
-                raise BadParameters(fault)
+        if fault := self.fault(values):
+            raise BadParameters(fault)
         if subject is not None:
             for name, _ in self.bind:
                 if values[name] != subject:

@@ -343,6 +343,18 @@ def test_a_lost_race_is_no_success(console: Console, monkeypatch: pytest.MonkeyP
     assert "version 3" in done
 
 
+def test_a_change_says_how_many_interests_do_not_fit_any_more(console: Console) -> None:
+    console.set()
+    for id_, interest, type_ in (("l1", "i1", "fire"), ("l2", "i2", "fire"), ("l2", "i3", "flood")):
+        console.execute(id_, *register_command("of_type", [(interest, json.dumps({"type": type_}), 60.0)]))
+    narrow = DEFINITIONS.replace('type = "string" }\nsql', 'type = { type = "string", choices = ["flood"] } }\nsql')
+    assert narrow != DEFINITIONS
+    said = console.set(narrow)
+    assert "query of_type: 2 of 3 registered interests do not fit it any more" in said
+    assert "do not fit" not in console.set(narrow), "nothing has changed"
+    assert "do not fit" not in console.set(), "they fit again"
+
+
 def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None:
     console.set()
     assert "is `dynamoth data-cluster` running?" in console.run("query", "list")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamoth.data.queries import BadParameters, read_query, write_query
-from dynamoth.data.results import dropped_payload, result_payload, too_large_payload
+from dynamoth.data.results import changed_payload, dropped_payload, result_payload, too_large_payload
 from dynamoth.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -105,9 +105,19 @@ def test_values_that_fit() -> None:
     query.check({"type": "flood", "most": 9.0})
 
 
+def test_an_interest_of_a_former_version_fits_or_there_is_a_reason() -> None:
+    query = read_query("near", GOOD)
+    assert query.fault({"type": "fire", "most": 3, "gone": 1}) is None
+    assert query.fault({"type": "fire"}) == "parameter 'most' is missing: it is of type int"
+    assert query.fault({"type": "fire", "most": 10}) == "parameter 'most' is at most 9, not 10"
+
+
 def test_a_result_set_is_json() -> None:
     assert result_payload("near", 2, 7, 1_700_000_000_250, '[{"id":1}]') == (
         b'{"query":"near","version":2,"execution":7,"until":"2023-11-14T22:13:20.250Z","rows":[{"id":1}]}'
     )
     assert b'"error":"the result set has 9 rows and 5000 bytes' in too_large_payload("near", 2, 7, 0, 9, 5000, 1024)
+    assert changed_payload("near", 3, "x") == (
+        b'{"query":"near","version":3,"error":"the query has changed: subscribe again: x"}'
+    )
     assert dropped_payload("near", 3) == b'{"query":"near","version":3,"dropped":true}'

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.executions import Window, begin_again_command, executions_key, executions_server, restart_key
 from dynamoth.edge.log import log_keys
-from dynamoth_analytics.cluster import executions
+from dynamoth_analytics.cluster import executions, outdated
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import QueryRunner
 from tests.data_cluster.world import World, reports, stream_session, until
@@ -233,6 +233,25 @@ def test_a_query_that_comes_back_misses_no_record_behind_its_registration(
     with running(back):
         until(lambda: world.ids(interest), back)
     assert world.ids(interest) == ["seen"]
+
+
+def test_interests_that_do_not_fit_a_changed_query_get_a_last_result(
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
+    dataset = world.set_dataset()
+    sql = "SELECT r.id FROM reports r WHERE r.type = :type AND r.size >= :least"
+    changed = world.set_query(version=2, parameters={"type": "string", "least": "int"}, sql=sql)
+    old, new = world.register("of_type", {"type": "fire"}), world.register("of_type", {"type": "fire", "least": 1})
+    runner = world.runner(world.context(driver), changed, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(new), runner)
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: len(world.ids(new)) == 2, runner)
+    [last] = world.log(old)
+    assert (last["version"], "'least' is missing" in last["error"]) == (2, True)
 
 
 def test_an_operator_can_have_a_query_go_on_behind_everything(driver: SparkSession, world: World) -> None:

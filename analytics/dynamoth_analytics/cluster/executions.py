@@ -61,6 +61,7 @@ from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
 from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
 from dynamoth_analytics.cluster.interest_table import InterestTable, interest_schema
 from dynamoth_analytics.cluster.journal import write_execution
+from dynamoth_analytics.cluster.outdated import OutdatedInterests
 from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, SmallWindows, Table, pairs
@@ -177,6 +178,7 @@ class QueryRunner:
         on, *reads = (self.datasets[name] for name in (query.on, *query.reads))
         self._windows = Windows(context.servers, on, reads, Ticks(query.period_s, phase_s))
         self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)
+        self._outdated = OutdatedInterests()
         self.status = context.status(query.name) or QueryStatus()
         if not self.status.execution or self.status.version != query.version:  # else it was executed, as it is
             self._compiled.check(context.spark, datasets)
@@ -382,6 +384,7 @@ class QueryRunner:
         """Execute the query. The session is the stream's own: views of the same name are others elsewhere."""
         query, context, end = self.query, self._context, window.end
         self.table.refresh()
+        self._outdated.tell(context.publication(query, execution, end["tick_ms"]), self.table)
         counts: Counter[str] = Counter()
         file, interests_count = self.table.file(end.get("sealed_ms", end["tick_ms"]))
         if not interests_count and self._has_executed:

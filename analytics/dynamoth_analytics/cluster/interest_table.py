@@ -59,6 +59,8 @@ class _Mirror:
     registrations: dict[str, Registration] = field(default_factory=dict[str, Registration])
     #: Those that fit this version of the query, as rows of the table.
     rows: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, "tuple[Any, ...]"])
+    #: Why the others do not.
+    unfit: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class InterestTable:
@@ -113,6 +115,11 @@ class InterestTable:
         with self._lock:
             return [each for mirror in self._mirrors.values() for each in mirror.registrations]
 
+    def unfit(self) -> dict[str, str]:
+        """Return the ids of the interests that do not fit this version of the query, with the reasons."""
+        with self._lock:
+            return {each: why for mirror in self._mirrors.values() for each, why in mirror.unfit.items()}
+
     def _read(self, id_: str, mirror: _Mirror) -> None:
         changes = registration_keys(self._query.name)[2]
         if mirror.position is None or not self._has_all_changes(id_, mirror):
@@ -147,7 +154,7 @@ class InterestTable:
             id_, [(b"XREVRANGE", changes, b"+", b"-", b"COUNT", b"1"), (b"XLEN", changes), (b"HGETALL", interests)]
         )
         former, mirror.position = mirror.registrations, last[0][0].decode() if last else "0-0"
-        mirror.registrations, mirror.rows, self._is_changed = {}, {}, True
+        mirror.registrations, mirror.rows, mirror.unfit, self._is_changed = {}, {}, {}, True
         for pair in stored.items():
             self._put(mirror, parse_registration(*pair))
         if changed >= CHANGES_MAX:
@@ -168,16 +175,17 @@ class InterestTable:
         self._is_changed = True
         interest_id = registration.interest_id
         mirror.rows.pop(interest_id, None)
+        mirror.unfit.pop(interest_id, None)
         if registration.params is None:
             mirror.registrations.pop(interest_id, None)
             return
         mirror.registrations[interest_id] = registration
         values = canonical_values(registration.params)
-        parameters = self._query.parameters
-        if not any(each.check(values.get(each.name)) for each in parameters):  # else it is of another version
-            mirror.rows[interest_id] = (
-                interest_id, registration.at_ms, *(_column(each.type, values[each.name]) for each in parameters)
-            )  # fmt: skip
+        if fault := self._query.fault(values):  # it is of another version
+            mirror.unfit[interest_id] = fault
+            return
+        columns = (_column(each.type, values[each.name]) for each in self._query.parameters)
+        mirror.rows[interest_id] = (interest_id, registration.at_ms, *columns)
 
     def _can_write(self, schema: Any, row: tuple[Any, ...]) -> bool:
         """Tell whether the file can have a row; one that it cannot is logged once, and harms no other interest."""
