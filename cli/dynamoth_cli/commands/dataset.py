@@ -223,10 +223,10 @@ def _load_file(writer: SyncDatasetWriter, dataset: Dataset, path: str, counts: d
             if each.outcome == "refused" and counts["refused"] <= SHOWN_REFUSALS:
                 sys.stderr.write(printable(f"dynamoth: {path}: record {number + index + 1}: {each.reason}") + "\n")
         if failed:
-            error = results[failed[0]]
-            assert isinstance(error, LogError), "it has failed"
+            first = results[failed[0]]
+            assert isinstance(first, LogError), "it has failed"
             behind = len(results) - failed[0] - len(failed)
-            raise _stopped(dataset, path, number + failed[0], behind, error)
+            raise _stopped(dataset, path, number + failed[0], behind, first)
         number += len(batch)
 
 
