@@ -1,7 +1,7 @@
 """Records that users publish: each belongs to a dataset, and is stored before it is acknowledged.
 
 The records of one event that go to the same partition are one command. A refused record goes to the dataset's dead
-letters, and its user gets the reason.
+letters, and its user gets the reason. A dead letter that cannot be stored is counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ OnOutcome = Callable[[Outcome, float], Sequence[BrokerAction]]
 
 _UNKNOWN = Outcome("unknown_outcome", "the connection to the log server was lost: it may or may not be stored")
 _NO_DATASET = Outcome("unknown_dataset", "there is no such dataset, or it is static: nobody publishes there")
-_DOWN = Outcome("log_unavailable", "no log server answers: nothing is stored")
+_NO_DEFINITION = Outcome(
+    "log_unavailable", "the definition of the dataset is not known, as log servers do not answer: nothing is stored"
+)
+_DOWN = Outcome("log_unavailable", "the log server of this record does not answer: nothing is stored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Records:
         self, record: bytes, subject: str, on_outcome: OnOutcome, dataset: Dataset | str | None, now: float
     ) -> Sequence[BrokerAction]:
         if dataset == UNAVAILABLE:
-            return on_outcome(_DOWN, now)
+            return on_outcome(_NO_DEFINITION, now)
         if not isinstance(dataset, Dataset) or dataset.kind == "static":
             self._counters["records_without_dataset"] += 1
             return on_outcome(_NO_DATASET, now)
@@ -115,11 +118,17 @@ class Records:
         except BadRecord as error:
             self._counters["records_refused"] += 1
             letter = dead_letter(record, str(error), f"user {subject}", unix)
-            self._to_store.setdefault((dead_letters(dataset.name), 0), []).append(_Waiting(letter, "", _ignore))
+            self._to_store.setdefault((dead_letters(dataset.name), 0), []).append(_Waiting(letter, "", self._on_letter))
             return on_outcome(Outcome("bad_record", str(error)), now)
         self._turn += 1
         partition = partition_of(dataset, place, self._turn)
         self._to_store.setdefault((dataset, partition), []).append(_Waiting(value, id_, on_outcome))
+        return []
+
+    def _on_letter(self, outcome: Outcome, now: float) -> Sequence[BrokerAction]:
+        """Count a dead letter that is not stored; its user was answered before, and nobody sends it again."""
+        if outcome.code != "stored":
+            self._counters["dead_letters_lost"] += 1
         return []
 
     def flush(self, now: float) -> list[BrokerAction]:
@@ -161,7 +170,3 @@ def _command(
 ) -> tuple[CommandPart, ...]:
     run = "" if options.durable else run_id
     return append_records_command(dataset, partition, [(each.value, each.id) for each in waiting], run)
-
-
-def _ignore(outcome: Outcome, now: float) -> Sequence[BrokerAction]:
-    return []

@@ -12,20 +12,44 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, Entry, entry_of, put_command
-from dynamoth.data.datasets import DEAD_SUFFIX, Dataset, read_dataset
-from dynamoth.data.executions import begin_progress_command, executions_server
-from dynamoth.data.queries import StandingQuery, read_query
-from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
+from dynamoth.data.catalog import (
+    DATASETS_KEY,
+    QUERIES_KEY,
+    Catalog,
+    Entry,
+    catalog_of,
+    entry_of,
+    put_command,
+    stored_value,
+)
+from dynamoth.data.datasets import DEAD_SUFFIX, PARTITIONS_MAX, Dataset, read_dataset
+from dynamoth.data.executions import begin_again_command, begin_progress_command, executions_server
+from dynamoth.data.queries import KEEP_S_MIN, StandingQuery, canonical_values, read_query
+from dynamoth.data.records import (
+    finish_load_command,
+    parse_tip,
+    partition_keys,
+    partition_name,
+    partition_names,
+    partition_server,
+    tip_command,
+)
+from dynamoth.data.registrations import parse_registration, registration_keys
 from dynamoth.errors import ConfigError, printable
 from dynamoth_cli.settings import add_section, link_options, load_settings
 from dynamoth_cli.text_files import UnreadableFile, read_text_file
 from dynamoth_client.runtime.data_links import DataLinks, run_all
 from dynamoth_link.urls import InvalidUrl, parse_log_servers
 
+OLD_LOAD_S = 3600
+"""The records of a former load are forgotten after this time: queries that run may still read them."""
+
 _T = TypeVar("_T")
 
 Definition = Dataset | StandingQuery
+
+_NOTHING = Entry(0, None)
+"""In place of the entry of a name that the catalog does not have."""
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +116,9 @@ def read_definitions(path: str) -> Definitions:
         queries = {name: read_query(name, each) for name, each in values.get("queries", {}).items()}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    for query in queries.values():
+        if query.keep_s < KEEP_S_MIN:
+            raise ConfigError(f"{path}: query {query.name!r}: keep_s is at least {KEEP_S_MIN}, not {query.keep_s:g}")
     if not datasets and not queries:
         raise ConfigError(f"{path} defines nothing: it has neither [datasets.NAME] nor [queries.NAME]")
     return Definitions(datasets, queries)
@@ -104,8 +131,14 @@ async def put(links: DataLinks, definition: Definition) -> None:
 
 
 async def put_entry(links: DataLinks, key: bytes, name: str, entry: Entry) -> None:
-    """Store an entry of the catalog at every log server. Raises LogUnavailable."""
-    await run_all([links.command(id_, put_command(key, name, entry), repeats=True) for id_ in links.ids])
+    """Store an entry of the catalog at every log server. Raises LogUnavailable, and ConfigError for a lost race.
+
+    One server comes after the other, for everybody in the same order: who loses a race has stored nothing.
+    """
+    for id_ in sorted(links.ids):
+        reply = await links.command(id_, put_command(key, name, entry), repeats=True)
+        if reply not in (None, stored_value(entry)):  # a command that is repeated finds its own value
+            raise ConfigError(f"{name!r} was changed by somebody else just now: run it again")
 
 
 def check_change(before: Dataset, after: Dataset) -> None:
@@ -174,44 +207,112 @@ def print_json(value: object) -> None:
 
 async def register(links: DataLinks, given: Definitions, *, force: bool) -> Registered:
     """Register what has changed. Raises ConfigError, LogUnavailable."""
-    catalog = await links.catalog()
-    versions = await _versions(links)
+    entries = await links.entries()
+    catalog = catalog_of(*entries)
     datasets = {**catalog.datasets, **given.datasets}
     warnings = check_queries(given.queries, datasets)
     outcomes: list[Outcome] = []
     changed: list[Definition] = []
     for dataset in given.datasets.values():
-        before = catalog.datasets.get(dataset.name)
+        before, stored = catalog.datasets.get(dataset.name), entries[0].get(dataset.name, _NOTHING)
         if before is not None and not force:
             check_change(before, dataset)
-        version = versions.get(("dataset", dataset.name), 0)
-        new = replace(dataset, version=version, loaded=before.loaded if before is not None else 0)
+        elif stored.version and stored.definition is None and not force:
+            await _check_unused(links, dataset)
+        new = replace(dataset, version=stored.version, loaded=stored.version if before is None else before.loaded)
         outcomes.append(_outcome("dataset", new, before))
         if new != before:
-            changed.append(replace(new, version=version + 1))
+            changed.append(replace(new, version=stored.version + 1))
     for query in given.queries.values():
         former = catalog.queries.get(query.name)
-        same = replace(query, version=versions.get(("query", query.name), 0))
+        same = replace(query, version=entries[1].get(query.name, _NOTHING).version)
         outcomes.append(_outcome("query", same, former))
         if same != former:
             changed.append(replace(same, version=same.version + 1))
+            warnings += await _outdated(links, query)
     for definition in changed:
-        if isinstance(definition, StandingQuery) and definition.version == 1:
+        if isinstance(definition, Dataset):
+            if definition.name not in catalog.datasets:
+                await _begin_load(links, definition)
+        elif definition.name not in catalog.queries:
             await _begin(links, definition, datasets)
         await put(links, definition)
     return Registered(outcomes, warnings)
 
 
 async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, Dataset]) -> None:
-    """Have a new query begin behind the records that there are now, whenever a data cluster starts."""
+    """Have a query that is new, or was dropped, begin behind the records that there are now.
+
+    A data cluster may start later, and may write even after this that the query was dropped.
+    """
     tips: dict[str, int] = {}
     for dataset in (datasets[name] for name in query.datasets if datasets[name].kind != "static"):
         for number in range(dataset.partitions):
             name = partition_name(dataset.stream, number)
             reply = await links.command(partition_server(name, links.ids), tip_command(name), repeats=True)
             tips[name] = parse_tip(reply)[0]
-    end = {"tick_ms": 0, "offsets": tips}
-    await links.command(executions_server(query.name, links.ids), begin_progress_command(query.name, end), repeats=True)
+    end, server = {"tick_ms": 0, "offsets": tips}, executions_server(query.name, links.ids)
+    number = 0 if query.version == 1 else round(time.time() * 1000)  # logs may know smaller ones
+    await links.command(server, begin_progress_command(query.name, end, number), repeats=True)
+    if query.version > 1:
+        await links.command(server, begin_again_command(query.name, end), repeats=True)
+
+
+async def _outdated(links: DataLinks, query: StandingQuery) -> list[str]:
+    """Return a warning if interests that users have registered do not fit a query any more."""
+    interests: dict[bytes, bytes] = {}
+    for id_ in links.ids:
+        cursor = b"0"
+        while True:
+            command = (b"HSCAN", registration_keys(query.name)[0], cursor, b"COUNT", b"1000")
+            cursor, pairs = await links.command(id_, command, repeats=True)
+            interests |= dict(zip(pairs[::2], pairs[1::2], strict=True))
+            if int(cursor) == 0:
+                break
+    values = [canonical_values(parse_registration(*each).params or "{}") for each in interests.items()]
+    count = sum(query.fault(each) is not None for each in values)
+    if not count:
+        return []
+    return [
+        f"query {query.name}: {count} of {len(values)} registered interests do not fit it any more: their users get an"
+        " error as the last result set, and have to subscribe again"
+    ]
+
+
+async def _check_unused(links: DataLinks, dataset: Dataset) -> None:
+    """Check that a dropped dataset of the same name has left no records. Raises ConfigError, LogUnavailable.
+
+    They would be among those of the new one, here and in the archive. Loads of static ones have names of their own.
+    """
+    if dataset.kind == "static":
+        return
+    names = [partition_name(dataset.stream, number) for number in range(PARTITIONS_MAX)]  # it may have had others
+    tips = await run_all(
+        [links.command(partition_server(name, links.ids), tip_command(name), repeats=True) for name in names]
+    )
+    if any(parse_tip(tip)[0] for tip in tips):
+        raise ConfigError(
+            f"dataset {dataset.name!r} was dropped, and its records are still stored: choose another name, or --force,"
+            " which has them belong to the new dataset"
+        )
+
+
+async def _begin_load(links: DataLinks, dataset: Dataset) -> None:
+    """Have a static dataset that was dropped begin without records: what was loaded before does not come back."""
+    if dataset.kind != "static" or not dataset.loaded:
+        return
+    for name in partition_names(dataset):
+        server = partition_server(name, links.ids)
+        await links.command(server, finish_load_command(name, 0), repeats=True)
+
+
+async def forget_load(links: DataLinks, dataset: Dataset) -> None:
+    """Have the log servers forget a load of a static dataset, when nobody reads it any more. Raises LogUnavailable."""
+    await run_all([
+        links.command(partition_server(name, links.ids), (b"EXPIRE", key, OLD_LOAD_S), repeats=True)
+        for name in partition_names(dataset)
+        for key in partition_keys(name)
+    ])  # fmt: skip
 
 
 def _outcome(kind: str, definition: Definition, before: Definition | None) -> Outcome:
@@ -221,31 +322,22 @@ def _outcome(kind: str, definition: Definition, before: Definition | None) -> Ou
     return Outcome(kind, definition.name, "changed" if before else "registered", definition.version + 1)
 
 
-async def _versions(links: DataLinks) -> dict[tuple[str, str], int]:
-    """Return the latest version of each name, also of what was dropped."""
-    entries = await links.entries()
-    return {
-        (kind, name): entry.version
-        for kind, names in zip(("dataset", "query"), entries, strict=True)
-        for name, entry in names.items()
-    }
-
-
 async def drop(links: DataLinks, name: str, *, is_query: bool) -> int:
     """Drop a dataset or a query; return its version. Raises ConfigError, LogUnavailable."""
-    catalog = await links.catalog()
-    kind = "query" if is_query else "dataset"
-    known = catalog.queries if is_query else catalog.datasets
-    faults = catalog.query_faults if is_query else catalog.dataset_faults
-    if name not in known and name not in faults:
+    entries = await links.entries()
+    catalog = catalog_of(*entries)
+    kind, stored = "query" if is_query else "dataset", entries[is_query].get(name, _NOTHING)
+    if stored.definition is None:
         raise ConfigError(f"there is no {kind} {name!r}: `dynamoth {kind} list` shows those that there are")
     if not is_query:
         users = [query.name for query in catalog.queries.values() if name in query.datasets]
         if users:
             raise ConfigError(f"dataset {name!r} is used by the query {users[0]!r}: drop that first")
-    version = (await _versions(links)).get((kind, name), 0) + 1
-    await put_entry(links, QUERIES_KEY if is_query else DATASETS_KEY, name, Entry(version, None))
-    return version
+    await put_entry(links, QUERIES_KEY if is_query else DATASETS_KEY, name, Entry(stored.version + 1, None))
+    dataset = None if is_query else catalog.datasets.get(name)
+    if dataset is not None and dataset.kind == "static":
+        await forget_load(links, dataset)
+    return stored.version + 1
 
 
 def find_dataset(catalog: Catalog, name: str) -> Dataset:

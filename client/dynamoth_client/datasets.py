@@ -70,7 +70,7 @@ class DatasetWriter:
     """Stores records: durable, as the log servers are, when a call returns.
 
     If this process loses the connection before the answer, nobody knows whether a record is stored. Where the dataset
-    has an ``id``, the writer repeats it then, and it is stored once.
+    has an ``id`` (and ``duplicate_s`` is not 0), the writer repeats it then, and it is stored once.
 
     ``async with`` begins to connect; calls wait for the servers that they need. It belongs to the event loop on which
     it is opened.
@@ -200,7 +200,7 @@ class DatasetWriter:
                 return append_records_command(dataset, partition, values, "" if self._durable else run_id)
 
             try:
-                reply = await self._links.command(server, command, repeats=bool(dataset.id))
+                reply = await self._links.command(server, command, repeats=bool(dataset.id and dataset.duplicate_s))
             except LogError as error:
                 outcomes += [(each.index, error) for each in part]
                 rest = error
@@ -263,6 +263,12 @@ class SyncDatasetWriter:
     def append_many(self, dataset: str, records: Iterable[Record], *, source: str = "a backend") -> Sequence[Stored]:
         """Store records; see :meth:`DatasetWriter.append_many`."""
         return self._run(self._writer.append_many(dataset, records, source=source))
+
+    def append_each(
+        self, dataset: str, records: Iterable[Record], *, source: str = "a backend"
+    ) -> Sequence[Stored | LogError]:
+        """Store records; see :meth:`DatasetWriter.append_each`."""
+        return self._run(self._writer.append_each(dataset, records, source=source))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         if self._loop is None or self._loop.is_closed():

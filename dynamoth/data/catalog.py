@@ -64,8 +64,18 @@ class Catalog:
 
 def put_command(key: bytes, name: str, entry: Entry) -> tuple[CommandPart, ...]:
     """Return the command that stores an entry of the hash ``key``."""
-    text = "" if entry.definition is None else json.dumps(entry.definition, ensure_ascii=False, separators=(",", ":"))
-    return b"EVAL", PUT_SCRIPT, b"1", key, name.encode(), b"%d" % entry.version, text.encode()
+    return b"EVAL", PUT_SCRIPT, b"1", key, name.encode(), b"%d" % entry.version, _text_of(entry)
+
+
+def stored_value(entry: Entry) -> bytes:
+    """Return the value that ``put_command`` stores: who repeats it gets this as the reply, and others do not."""
+    return b"%d %s" % (entry.version, _text_of(entry))
+
+
+def _text_of(entry: Entry) -> bytes:
+    if entry.definition is None:
+        return b""
+    return json.dumps(entry.definition, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def read_catalog_command(key: bytes) -> tuple[CommandPart, ...]:

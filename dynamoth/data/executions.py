@@ -88,7 +88,7 @@ class Continuation:
 
     #: The execution before its first one.
     base: int
-    #: Offsets before the first window; None: behind all records that there are.
+    #: Offsets before the first window; None: those of ``begin_key``, or else behind all records that there are.
     start: Mapping[str, Any] | None = None
     #: End of the first window; None: that of the next tick.
     first_end: Mapping[str, Any] | None = None
@@ -97,7 +97,7 @@ class Continuation:
 def continuation(progress: Progress) -> Continuation:
     """Return where a new checkpoint begins, given the last execution that is known."""
     if progress.is_dropped:
-        return Continuation(progress.execution)  # it is registered again: it is about what comes from now on
+        return Continuation(progress.execution)  # it is registered again: see ``begin_key``
     if progress.is_done:
         return Continuation(progress.execution, progress.window.end)
     return Continuation(progress.execution - 1, progress.window.start, progress.window.end)
@@ -174,6 +174,14 @@ def restart_key(query: str) -> bytes:
     return DATA_PREFIX + b"{" + query.encode() + b"}:restart"
 
 
+def begin_key(query: str) -> bytes:
+    """Return the key of the offsets behind which a query begins that was dropped and is registered again: a string.
+
+    It is at the server of the progress, and counts only where the progress says that the query was dropped.
+    """
+    return DATA_PREFIX + b"{" + query.encode() + b"}:begin"
+
+
 def status_key(query: str) -> bytes:
     """Return the key of a query's status: a string, at the server of the progress."""
     return DATA_PREFIX + b"{" + query.encode() + b"}:status"
@@ -184,9 +192,29 @@ def store_progress_command(query: str, progress: Progress, term: int) -> tuple[C
     return store_command(executions_key(query), _as_text(progress), term)
 
 
-def begin_progress_command(query: str, end: Mapping[str, Any]) -> tuple[CommandPart, ...]:
-    """Return the command that has a new query begin behind ``end``; it does nothing where progress is stored."""
-    return b"SET", executions_key(query), _as_text(Progress(0, Window(end, end), is_done=True)), b"NX"
+def begin_progress_command(query: str, end: Mapping[str, Any], execution: int = 0) -> tuple[CommandPart, ...]:
+    """Return the command that has a query begin behind ``end``; it does nothing where progress is stored.
+
+    The first execution has the number behind ``execution``: more than 0 where logs may know former ones.
+    """
+    return b"SET", executions_key(query), _as_text(Progress(execution, Window(end, end), is_done=True)), b"NX"
+
+
+def begin_again_command(query: str, end: Mapping[str, Any]) -> tuple[CommandPart, ...]:
+    """Return the command that has a dropped query begin behind ``end``, once it is registered again and executed.
+
+    Call it before it is registered: a data cluster may write that it was dropped at any time until then, and later.
+    """
+    return b"SET", begin_key(query), json.dumps(end, separators=(",", ":")).encode()
+
+
+@parser("where a query begins again")
+def parse_begin(reply: Any) -> Mapping[str, Any] | None:
+    """Read the reply of a GET of ``begin_key``; None where nothing is stored. Raises MalformedMessage."""
+    if reply is None:
+        return None
+    end = json.loads(read_bytes(reply))
+    return {"tick_ms": int(end["tick_ms"]), "offsets": {name: int(each) for name, each in end["offsets"].items()}}
 
 
 def _as_text(progress: Progress) -> bytes:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from dynamoth.data.datasets import SUBJECT, check_name, check_settings
-from dynamoth.edge.interests import Scalar
+from dynamoth.edge.interests import EXACT_INTEGER_MAX, Scalar
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.protocol.wire import shortened
 
@@ -29,6 +29,9 @@ PARAMETERS_MAX = 32
 SQL_CHARACTERS_MAX = 20_000
 INLINE_BYTES_MAX = 16_384
 RESULT_BYTES_MAX = 1_048_576
+
+KEEP_S_MIN = 60
+"""Operators may not register less: brokers renew interests several times meanwhile, also where one reconnects."""
 
 CONTINUOUS_S = 1
 """Period of a continuous query: it is executed as soon as there are records, at most once in this time."""
@@ -62,9 +65,11 @@ class Parameter:
             is_type = True  # 1 and 1.0 are one interest
         if not is_type:
             return f"parameter {self.name!r} is of type {self.type}, not {shortened(value)}"
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"parameter {self.name!r} is not a finite number"
         if isinstance(value, int | float):
+            if self.type == "int" and abs(value) > EXACT_INTEGER_MAX:
+                return f"parameter {self.name!r} is a whole number of at most 2^53: larger ones are not exact"
+            if not _is_finite(value):
+                return f"parameter {self.name!r} is not a finite number"
             if self.min is not None and value < self.min:
                 return f"parameter {self.name!r} is at least {self.min:g}, not {value:g}"
             if self.max is not None and value > self.max:
@@ -116,6 +121,18 @@ class StandingQuery:
         """All datasets that it needs."""
         return (self.on, *self.reads)
 
+    def fault(self, values: Mapping[str, Scalar]) -> str | None:
+        """Return why an interest with these values cannot be executed, None if it can.
+
+        A value of a parameter that the query has no longer does no harm.
+        """
+        for parameter in self.parameters:
+            if parameter.name not in values:
+                return f"parameter {parameter.name!r} is missing: it is of type {parameter.type}"
+            if fault := parameter.check(values[parameter.name]):
+                return fault
+        return None
+
     def check(self, values: Mapping[str, Scalar], subject: str | None = None) -> None:
         """Check that an interest has exactly the declared parameters.
 
@@ -130,11 +147,8 @@ class StandingQuery:
             if name not in self.by_name:
                 known = ", ".join(self.by_name) or "none"
                 raise BadParameters(f"query {self.name!r} has no parameter {shortened(name)}: those are {known}")
-        for parameter in self.parameters:
-            if parameter.name not in values:
-                raise BadParameters(f"parameter {parameter.name!r} is missing: it is of type {parameter.type}")
-            if fault := parameter.check(values[parameter.name]):
-                raise BadParameters(fault)
+        if fault := self.fault(values):
+            raise BadParameters(fault)
         if subject is not None:
             for name, _ in self.bind:
                 if values[name] != subject:
@@ -207,6 +221,8 @@ def _read_parameters(parameters: Mapping[str, Any], where: str) -> tuple[Paramet
         is_number = settings["type"] in ("int", "float")
         if not is_number and ("min" in settings or "max" in settings):
             raise ConfigError(f"{here}: only numbers have min and max")
+        if not all(_is_finite(settings.get(each, 0)) for each in ("min", "max")):
+            raise ConfigError(f"{here}: min and max are finite numbers")
         parameter = Parameter(
             name, settings["type"], settings.get("min"), settings.get("max"), tuple(settings.get("choices", ()))
         )
@@ -215,6 +231,13 @@ def _read_parameters(parameters: Mapping[str, Any], where: str) -> tuple[Paramet
                 raise ConfigError(f"{here}: choices: {fault}")
         read.append(parameter)
     return tuple(read)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def _write_parameter(parameter: Parameter) -> dict[str, Any]:
@@ -243,7 +266,7 @@ def _check(query: StandingQuery, where: str) -> None:
             raise ConfigError(f'{where}: bind is {{ PARAMETER = "{SUBJECT}" }}, with a parameter of type string')
     ranges = (
         ("period_s", 0, 86_400), ("inline_bytes_max", 0, RESULT_BYTES_MAX), ("result_bytes_max", 1024, 16 * 2**20),
-        ("retained_min", 1, 10**7), ("keep_s", 0, 31_536_000),
+        ("retained_min", 1, 10**7), ("keep_s", 1, 31_536_000),
     )  # fmt: skip
     for setting, least, most in ranges:
         if not least <= getattr(query, setting) <= most:

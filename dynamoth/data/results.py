@@ -2,7 +2,7 @@
 
 It is JSON, so that end users read it without us: ``{"query": "nearby", "version": 1, "execution": 12, "until": "...",
 "rows": [{...}, ...]}``. A result set that is too large has ``error`` in place of ``rows``; the last publication of a
-query that was dropped has ``dropped``.
+query that was dropped has ``dropped``, and that of an interest that does not fit a changed query ``error``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ def too_large_payload(
 def dropped_payload(query: str, version: int) -> bytes:
     """Return the last publication of a query that was dropped."""
     return json.dumps({"query": query, "version": version, "dropped": True}, separators=(",", ":")).encode()
+
+
+def changed_payload(query: str, version: int, reason: str) -> bytes:
+    """Return the last publication of an interest that does not fit a query any more, as that has changed."""
+    values = {"query": query, "version": version, "error": f"the query has changed: subscribe again: {reason}"}
+    return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _head(query: str, version: int, execution: int, until_ms: int) -> str:

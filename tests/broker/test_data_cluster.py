@@ -345,6 +345,7 @@ async def test_a_post_says_which_records_are_refused(servers: tuple[str, dict[st
     [
         (b"", "reports", {}, 400),
         (b"[1", "reports", {}, 400),
+        (b" [ ] ", "reports", {}, 400),
         (b"{}\n" * 1001, "reports", {}, 400),
         (b"{}", "reports", {}, 422),
         (RECORD % b"a", "nowhere", {}, 404),

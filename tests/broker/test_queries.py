@@ -306,6 +306,23 @@ def test_a_record_without_an_answer_may_be_stored() -> None:
     assert (answer.code, answer.retry) == ("unknown_outcome", "later")
     [refusal] = frames(publish(broker, 8, {"id": "c", "n": 1}), 1)
     assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+    assert refusal.message == "the log server of this record does not answer: nothing is stored"
+
+
+@pytest.mark.parametrize(("reply", "lost"), [([9], 0), (ErrorReply("OOM"), 1), ("down", 1), ("was down", 1)])
+def test_a_dead_letter_that_is_not_stored_is_counted(reply: Any, lost: int) -> None:
+    broker = publishing()
+    if reply == "was down":
+        broker.tell(LinkDown(LOG, "lost"))
+    actions = publish(broker, 7, {"id": "b", "n": "no number"})
+    [answer] = frames(actions, 1)
+    assert (answer.code, answer.retry) == ("bad_record", "never")
+    if reply == "down":
+        broker.tell(LinkDown(LOG, "lost"))
+    elif reply != "was down":
+        [letter] = scripts(actions, APPEND_SCRIPT)
+        broker.tell(Replied(LOG, letter.tag, reply))
+    assert broker.broker.counters["dead_letters_lost"] == lost
 
 
 def test_records_of_one_request_are_one_command_and_answered_together() -> None:

@@ -14,20 +14,24 @@ import pyarrow.parquet as parquet  # pyright: ignore[reportMissingTypeStubs]
 import pytest
 import redis
 
+from dynamoth.data.catalog import QUERIES_KEY, Entry, put_command
 from dynamoth.data.executions import (
     QueryStatus,
+    begin_key,
     executions_key,
     executions_server,
+    parse_begin,
     parse_progress,
     restart_key,
     store_status_command,
 )
-from dynamoth.data.records import partition_name, partition_server
+from dynamoth.data.records import partition_name, partition_server, tip_command
 from dynamoth.data.registrations import register_command
 from dynamoth_cli.local.child import dynamoth_command
 from dynamoth_cli.local.cluster import environment_without_settings
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_cli.main import main
+from dynamoth_client.runtime.data_links import DataLinks
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 
 SPARK_TIMEOUT_S = 180.0
@@ -151,6 +155,7 @@ def test_changes_that_stored_records_do_not_fit_are_refused(console: Console, ol
         ("", "defines nothing"),
         ("[servers]\n", "'servers' is unknown"),
         ("[datasets.a]\nkind = 'append'\n", "dataset 'a' has no fields"),
+        (DEFINITIONS.replace("period_s = 10", "period_s = 10\nkeep_s = 59"), "keep_s is at least 60, not 59"),
         (DEFINITIONS.replace('"bool?"', '"text"'), "types are string, int, float, bool, timestamp"),
         (DEFINITIONS.replace("FROM reports", "FROM report"), "report"),
         (DEFINITIONS.replace("= :type", "= :kind"), "kind"),
@@ -204,6 +209,44 @@ def test_refused_records_are_named_counted_and_kept_aside(console: Console) -> N
     assert len(dead.splitlines()) == len(letters)
 
 
+def fire(number: int) -> str:
+    return json.dumps({"id": str(number), "type": "fire"})
+
+
+def test_refused_records_are_numbered_through_the_file(console: Console) -> None:
+    console.set()
+    lines = [fire(number) for number in range(2500)]
+    lines[2100] = "{}"
+    file = console.write("\n".join(lines), "many.jsonl")
+    logs = " ".join(f"{id_}={url}" for id_, url in console.urls.items())
+    assert main(["dataset", "load", "reports", file, "--logs", logs]) == EXIT_FAILED
+    assert "record 2101: field 'id' is missing" in console.capture.readouterr().err
+
+
+@pytest.mark.parametrize("has_id", [True, False])
+def test_a_load_that_stops_says_where_to_go_on(console: Console, has_id: bool) -> None:
+    small = DEFINITIONS.replace('id = "id"\n', "waiting_max = 1000\npartitions = 1\n" + 'id = "id"\n' * has_id)
+    console.set(small)
+    file = console.write("\n".join(map(fire, range(2500))), "many.jsonl")
+    said = console.run("dataset", "load", "reports", file, code=EXIT_FAILED)
+    assert f"1000 records of {file} are stored or refused, then: " in said
+    assert "1000 records wait for the archive" in said
+    assert "go on behind record 1000" in said
+    assert ("is not stored twice" in said) == has_id
+    assert console.json("dataset", "show", "reports")["stored"] == 1000
+    broken = console.folder / "broken.csv"
+    broken.write_bytes(b"id,type\nz,fire\n" + b"\xff,fire\n")
+    assert "0 records of it are stored" in console.run("dataset", "load", "reports", str(broken), code=EXIT_REFUSED)
+
+
+def test_a_load_that_is_too_large_for_its_dataset_names_the_setting(console: Console) -> None:
+    console.set(DEFINITIONS.replace('kind = "static"', 'kind = "static"\nwaiting_max = 1000\npartitions = 1'))
+    file = console.write("\n".join(map(fire, range(1001))), "many.jsonl")
+    said = console.run("dataset", "load", "shelters", file, code=EXIT_REFUSED)
+    assert "partition 0 would have 1001 records, and waiting_max is 1000" in said
+    assert console.json("dataset", "show", "shelters")["loaded"] == 0
+
+
 def test_a_static_dataset_is_replaced_as_a_whole_or_not_at_all(console: Console) -> None:
     console.set()
 
@@ -227,6 +270,89 @@ def test_a_static_dataset_is_replaced_as_a_whole_or_not_at_all(console: Console)
     server = partition_server(old, tuple(console.urls))
     assert 0 < console.execute(server, b"TTL", f"__dynamoth__:data:{{{old}}}:meta") <= 3600
     assert "unchanged, version 3" in console.set(), "its definition does not say how often it was loaded"
+
+
+def test_a_dropped_dataset_comes_back_without_former_records_or_not_at_all(console: Console) -> None:
+    console.set()
+    file = console.write(fire(1), "one.jsonl")
+    for name in ("reports", "shelters"):
+        assert "1 stored" in console.run("dataset", "load", name, file)
+    console.run("query", "drop", "of_type")
+    for name in ("reports", "shelters"):
+        console.run("dataset", "drop", name)
+    said = console.set(code=EXIT_REFUSED)
+    assert "dataset 'reports' was dropped, and its records are still stored" in said
+    assert console.json("dataset", "list")["datasets"] == {}
+    assert "dataset shelters: registered, version 4" in console.set(DEFINITIONS, "--force")
+    assert console.json("dataset", "show", "reports")["stored"] == 1
+    shelters = console.json("dataset", "show", "shelters")
+    assert (shelters["stored"], shelters["loaded"]) == (0, 3), "no load of this number was there before"
+    for number in range(2):
+        name = partition_name("shelters@3", number)
+        key = f"__dynamoth__:data:{{{name}}}:meta"
+        server = partition_server(name, tuple(console.urls))
+        assert console.execute(server, b"HGET", key, b"records") == b"0", "it is complete, and empty"
+        old = partition_name("shelters@1", number)
+        key = f"__dynamoth__:data:{{{old}}}:meta"
+        assert 0 < console.execute(partition_server(old, tuple(console.urls)), b"TTL", key) <= 3600
+    assert "1 stored" in console.run("dataset", "load", "shelters", file)
+
+
+def test_a_query_that_comes_back_begins_behind_the_records_of_then(console: Console) -> None:
+    console.set()
+    console.run("dataset", "load", "reports", console.write(fire(1), "one.jsonl"))
+    console.run("query", "drop", "of_type")
+    before = console.of_query("of_type", b"GET", executions_key("of_type"))
+    console.run("dataset", "load", "reports", console.write(fire(2), "two.jsonl"))
+    assert "of_type: registered, version 3" in console.set()
+    begin = parse_begin(console.of_query("of_type", b"GET", begin_key("of_type")))
+    assert begin is not None
+    for name, offset in begin["offsets"].items():
+        tip = console.execute(partition_server(name, tuple(console.urls)), *tip_command(name))[0]
+        assert offset == int(tip or 0)
+    assert console.of_query("of_type", b"GET", executions_key("of_type")) == before, "it may be executed, too"
+    console.run("query", "drop", "of_type")
+    console.of_query("of_type", b"DEL", executions_key("of_type"))
+    console.set()
+    progress = parse_progress(console.of_query("of_type", b"GET", executions_key("of_type")))
+    assert progress is not None
+    assert progress.window.end["offsets"] == begin["offsets"]
+    assert progress.execution > 1_700_000_000_000, "logs may know the numbers of before"
+
+
+@pytest.mark.parametrize("action", ["set", "drop"])
+def test_a_lost_race_is_no_success(console: Console, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    console.set()
+    entries = DataLinks.entries
+
+    async def overtaken(links: DataLinks) -> Any:
+        """Have somebody else register something else as soon as the catalog was read."""
+        read = await entries(links)
+        definition = {**(read[1]["of_type"].definition or {}), "period_s": 7}
+        for id_ in console.urls:
+            console.execute(id_, *put_command(QUERIES_KEY, "of_type", Entry(2, definition)))
+        return read
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataLinks, "entries", overtaken)
+        words = ("drop", "of_type") if action == "drop" else ("set", str(console.folder / "definitions.toml"))
+        if action == "set":
+            console.write(DEFINITIONS.replace("period_s = 10", "period_s = 5"))
+        assert "was changed by somebody else just now: run it again" in console.run("query", *words, code=EXIT_REFUSED)
+    done = console.run("query", *words)
+    assert "version 3" in done
+
+
+def test_a_change_says_how_many_interests_do_not_fit_any_more(console: Console) -> None:
+    console.set()
+    for id_, interest, type_ in (("l1", "i1", "fire"), ("l2", "i2", "fire"), ("l2", "i3", "flood")):
+        console.execute(id_, *register_command("of_type", [(interest, json.dumps({"type": type_}), 60.0)]))
+    narrow = DEFINITIONS.replace('type = "string" }\nsql', 'type = { type = "string", choices = ["flood"] } }\nsql')
+    assert narrow != DEFINITIONS
+    said = console.set(narrow)
+    assert "query of_type: 2 of 3 registered interests do not fit it any more" in said
+    assert "do not fit" not in console.set(narrow), "nothing has changed"
+    assert "do not fit" not in console.set(), "they fit again"
 
 
 def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamoth.data.queries import BadParameters, read_query, write_query
-from dynamoth.data.results import dropped_payload, result_payload, too_large_payload
+from dynamoth.data.results import changed_payload, dropped_payload, result_payload, too_large_payload
 from dynamoth.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -40,6 +40,9 @@ def test_a_definition_is_read_as_it_is_written() -> None:
         ({"parameters": {"type": {"type": "string", "min": 1}}}, "only numbers"),
         ({"parameters": {"type": {"type": "int", "choices": ["a"]}}}, "choices"),
         ({"parameters": {"type": {"typ": "int"}}}, "no setting 'typ'"),
+        ({"parameters": {"type": {"type": "int", "max": float("nan")}}}, "finite numbers"),
+        ({"parameters": {"type": {"type": "float", "min": float("-inf")}}}, "finite numbers"),
+        ({"keep_s": 0}, "keep_s is between"),
         ({"bind": {"most": "$sub"}}, "bind is"),
         ({"periods": 3}, "no setting 'periods'"),
     ],
@@ -78,10 +81,35 @@ def test_values_fit_the_parameters_or_are_refused(values: dict[str, Any], words:
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("value", [1e20, -(2.0**53) - 2, 2**53 + 1, 10**400, float("inf"), True])
+def test_whole_numbers_are_exact_or_refused(value: float) -> None:
+    query = read_query("near", GOOD | {"parameters": {"n": "int"}, "sql": "SELECT 1 FROM reports WHERE n = :n"})
+    with pytest.raises(BadParameters, match="'n'"):
+        query.check({"n": value})
+    query.check({"n": 2**53})
+    query.check({"n": -(2.0**53)})
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), False, "1"])
+def test_numbers_are_finite_or_refused(value: float) -> None:
+    query = read_query("near", GOOD | {"parameters": {"x": "float"}, "sql": "SELECT 1 FROM reports WHERE x = :x"})
+    with pytest.raises(BadParameters, match="'x'"):
+        query.check({"x": value})
+    query.check({"x": 1.7e308})
+    query.check({"x": 10**20})  # as the canonical parameters have 1e20
+
+
 def test_values_that_fit() -> None:
     query = read_query("near", GOOD)
     query.check({"type": "fire", "most": 3})
     query.check({"type": "flood", "most": 9.0})
+
+
+def test_an_interest_of_a_former_version_fits_or_there_is_a_reason() -> None:
+    query = read_query("near", GOOD)
+    assert query.fault({"type": "fire", "most": 3, "gone": 1}) is None
+    assert query.fault({"type": "fire"}) == "parameter 'most' is missing: it is of type int"
+    assert query.fault({"type": "fire", "most": 10}) == "parameter 'most' is at most 9, not 10"
 
 
 def test_a_result_set_is_json() -> None:
@@ -89,4 +117,7 @@ def test_a_result_set_is_json() -> None:
         b'{"query":"near","version":2,"execution":7,"until":"2023-11-14T22:13:20.250Z","rows":[{"id":1}]}'
     )
     assert b'"error":"the result set has 9 rows and 5000 bytes' in too_large_payload("near", 2, 7, 0, 9, 5000, 1024)
+    assert changed_payload("near", 3, "x") == (
+        b'{"query":"near","version":3,"error":"the query has changed: subscribe again: x"}'
+    )
     assert dropped_payload("near", 3) == b'{"query":"near","version":3,"dropped":true}'

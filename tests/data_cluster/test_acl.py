@@ -147,6 +147,8 @@ def test_everybody_can_do_what_the_role_is_for(
     interest = query_interest("of_number", {"n": 1})
     broker.run("l1", register_command("of_number", [(interest.id, interest.params, 0.0)]))
     _execute(guarded, interest.id, tmp_path)
+    definitions.write_text(DEFINITIONS.replace("period_s = ", "period_s = 1"))
+    operate(guarded, "query", "set", str(definitions))  # it compares the interests
     assert guarded.own(b"XLEN", partition_keys("reports/0")[1]) == 3
     assert guarded.own(b"EXISTS", *log_keys(interest.id)) == 0, "its time was over"
     operate(guarded, "query", "drop", "of_number")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import Window, executions_server, restart_key
+from dynamoth.data.executions import Window, begin_again_command, executions_server, restart_key
 from dynamoth.edge.log import log_keys
-from dynamoth_analytics.cluster import executions
+from dynamoth_analytics.cluster import executions, outdated
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import QueryRunner
 from tests.data_cluster.world import World, reports, stream_session, until
@@ -275,6 +275,48 @@ def test_a_dropped_query_says_so_once_and_can_come_back(driver: SparkSession, wo
         until(lambda: len(world.log(interest)) == 3, back)
     last = world.log(interest)[-1]
     assert (last["version"], last["execution"], last["rows"]) == (3, 3, [{"id": "b", "size": 1}])
+
+
+@pytest.mark.parametrize("ended_late", [False, True])
+def test_a_query_that_comes_back_misses_no_record_behind_its_registration(
+    driver: SparkSession, world: World, ended_late: bool
+) -> None:
+    """The data cluster may end it before the registration, or only then; it executes it at any time later."""
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    context = world.context(driver)
+    world.append(dataset, *reports("fire", "before"))
+    if not ended_late:
+        end_dropped(context, "of_type")
+    tips = world.servers.tips({"reports": dataset.partitions})
+    server = executions_server("of_type", world.servers.ids)
+    world.servers.run(server, begin_again_command("of_type", {"tick_ms": 0, "offsets": tips}))
+    world.append(dataset, *reports("fire", "seen"))
+    if ended_late:
+        end_dropped(context, "of_type")
+    back = world.runner(context, replace(query, version=3), dataset)
+    with running(back):
+        until(lambda: world.ids(interest), back)
+    assert world.ids(interest) == ["seen"]
+
+
+def test_interests_that_do_not_fit_a_changed_query_get_a_last_result(
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
+    dataset = world.set_dataset()
+    sql = "SELECT r.id FROM reports r WHERE r.type = :type AND r.size >= :least"
+    changed = world.set_query(version=2, parameters={"type": "string", "least": "int"}, sql=sql)
+    old, new = world.register("of_type", {"type": "fire"}), world.register("of_type", {"type": "fire", "least": 1})
+    runner = world.runner(world.context(driver), changed, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(new), runner)
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: len(world.ids(new)) == 2, runner)
+    [last] = world.log(old)
+    assert (last["version"], "'least' is missing" in last["error"]) == (2, True)
 
 
 def test_an_operator_can_have_a_query_go_on_behind_everything(driver: SparkSession, world: World) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
 
 from dynamoth.data.queries import StandingQuery
@@ -45,14 +46,41 @@ def test_interests_are_rows_with_typed_parameters(world: World) -> None:
     assert json.dumps(found[1]) == '{"__type": "fire", "__size": 1, "__radius": 5.0, "__open": true}'
 
 
-def test_interests_of_another_version_are_left_out(world: World) -> None:
+def test_interests_that_do_not_fit_this_version_are_named_with_the_reason(world: World) -> None:
     query = world.set_query(parameters=PARAMETERS, sql=SQL)
-    world.register("of_type", {"type": "fire"})
-    world.register("of_type", {**VALUES, "open": "yes"})
+    less = world.register("of_type", {"type": "fire"})
+    other = world.register("of_type", {**VALUES, "open": "yes"})
     good = world.register("of_type", VALUES)
     table = table_of(world, query)
     assert [*rows(table)] == [good]
     assert len(table) == 3
+    assert table.unfit() == {
+        less: "parameter 'size' is missing: it is of type int",
+        other: "parameter 'open' is of type bool, not 'yes'",
+    }
+    world.servers.run(world.server_of(less), (b"DEL", registration_keys("of_type")[2]))
+    world.servers.run(world.server_of(less), (b"DEL", registration_keys("of_type")[0]))
+    table.refresh()
+    assert table.unfit().keys() == {less, other}, "what a server has lost is registered again"
+
+
+def test_an_interest_that_the_file_cannot_have_harms_no_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    table = table_of(world, world.set_query())
+    good = world.register("of_type", {"type": "fire"})
+    half = register_command("of_type", [("half", '{"type":"\\ud800"}', 60.0)])  # no broker takes such text
+    world.servers.run(world.server_of("half"), half)
+    assert [*rows(table)] == [good]
+    other = world.register("of_type", {"type": "flood"})
+    assert set(rows(table)) == {good, other}
+    [record] = [each for each in caplog.records if "left out" in each.message]
+    assert "interest half of query of_type" in record.message
+
+
+def test_whole_numbers_that_no_column_can_have_are_left_out(world: World) -> None:
+    query = world.set_query(parameters={"size": "int"}, sql="SELECT r.id FROM reports r WHERE r.size = :size")
+    world.register("of_type", {"size": 1e20})
+    good = world.register("of_type", {"size": 2**53})
+    assert [*rows(table_of(world, query))] == [good]
 
 
 def test_a_file_is_written_when_something_has_changed(world: World) -> None:

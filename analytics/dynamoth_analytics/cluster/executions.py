@@ -40,9 +40,11 @@ from dynamoth.data.executions import (
     Progress,
     QueryStatus,
     Window,
+    begin_key,
     executions_key,
     executions_server,
     give_up,
+    parse_begin,
     parse_progress,
     parse_status,
     restart_key,
@@ -61,6 +63,7 @@ from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
 from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
 from dynamoth_analytics.cluster.interest_table import InterestTable, interest_schema
 from dynamoth_analytics.cluster.journal import write_execution
+from dynamoth_analytics.cluster.outdated import OutdatedInterests
 from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, SmallWindows, Table, pairs
@@ -135,6 +138,10 @@ class ClusterContext:
         """Return the stored progress of a query. Raises LogServerFailed."""
         return parse_progress(self._get(query, executions_key(query)))
 
+    def begin(self, query: str) -> Mapping[str, Any] | None:
+        """Return behind which offsets a query begins that was dropped, None: not known. Raises LogServerFailed."""
+        return parse_begin(self._get(query, begin_key(query)))
+
     def store_progress(self, query: str, progress: Progress) -> None:
         """Store the progress of a query. Raises LogServerFailed, also where a newer data cluster is there."""
         self._run(query, store_progress_command(query, progress, self.term))
@@ -173,6 +180,7 @@ class QueryRunner:
         on, *reads = (self.datasets[name] for name in (query.on, *query.reads))
         self._windows = Windows(context.servers, on, reads, Ticks(query.period_s, phase_s))
         self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)
+        self._outdated = OutdatedInterests()
         self.status = context.status(query.name) or QueryStatus()
         versions = {name: each.version for name, each in sorted(self.datasets.items())}
         if not self.status.execution or (self.status.version, self.status.datasets) != (query.version, versions):
@@ -326,7 +334,7 @@ class QueryRunner:
             assert base is not None, "it goes on"
             return base
         now = self._windows.now()
-        start = with_new_datasets(begin.start or now, now["offsets"])
+        start = with_new_datasets(begin.start or self._context.begin(name) or now, now["offsets"])
         end = None if begin.first_end is None else with_new_datasets(begin.first_end, now["offsets"])
         base = Base(begin.base, start, end, datasets)
         self._checkpoint.begin(base)
@@ -406,6 +414,7 @@ class QueryRunner:
         """Execute the query. The session is the stream's own: views of the same name are others elsewhere."""
         query, context, end = self.query, self._context, window.end
         self.table.refresh()
+        self._outdated.tell(context.publication(query, execution, end["tick_ms"]), self.table)
         counts: Counter[str] = Counter()
         file, interests_count = self.table.file(end.get("sealed_ms", end["tick_ms"]))
         if not interests_count and self._has_executed:

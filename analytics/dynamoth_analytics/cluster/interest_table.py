@@ -31,6 +31,9 @@ REGISTERED = "_registered"
 
 _log = logging.getLogger("dynamoth.data-cluster")
 
+_UNFIT = ValueError, TypeError, OverflowError
+"""What Arrow raises for a value that a column cannot have; its own errors are of these types."""
+
 _TYPES: dict[ParameterType, Any] = {
     "string": arrow.string(),
     "int": arrow.int64(),
@@ -56,6 +59,8 @@ class _Mirror:
     registrations: dict[str, Registration] = field(default_factory=dict[str, Registration])
     #: Those that fit this version of the query, as rows of the table.
     rows: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, "tuple[Any, ...]"])
+    #: Why the others do not.
+    unfit: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class InterestTable:
@@ -77,6 +82,8 @@ class InterestTable:
         self._version = 0
         self._file: Path | None = None
         self._is_changed = True
+        #: Interests that were left out, and are in the log of the process.
+        self._logged: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("*.parquet"):
             file.unlink()  # of a process before this one
@@ -107,6 +114,11 @@ class InterestTable:
         """Return the ids of the interests that were read last."""
         with self._lock:
             return [each for mirror in self._mirrors.values() for each in mirror.registrations]
+
+    def unfit(self) -> dict[str, str]:
+        """Return the ids of the interests that do not fit this version of the query, with the reasons."""
+        with self._lock:
+            return {each: why for mirror in self._mirrors.values() for each, why in mirror.unfit.items()}
 
     def _read(self, id_: str, mirror: _Mirror) -> None:
         changes = registration_keys(self._query.name)[2]
@@ -142,7 +154,7 @@ class InterestTable:
             id_, [(b"XREVRANGE", changes, b"+", b"-", b"COUNT", b"1"), (b"XLEN", changes), (b"HGETALL", interests)]
         )
         former, mirror.position = mirror.registrations, last[0][0].decode() if last else "0-0"
-        mirror.registrations, mirror.rows, self._is_changed = {}, {}, True
+        mirror.registrations, mirror.rows, mirror.unfit, self._is_changed = {}, {}, {}, True
         for pair in stored.items():
             self._put(mirror, parse_registration(*pair))
         if changed >= CHANGES_MAX:
@@ -163,21 +175,36 @@ class InterestTable:
         self._is_changed = True
         interest_id = registration.interest_id
         mirror.rows.pop(interest_id, None)
+        mirror.unfit.pop(interest_id, None)
         if registration.params is None:
             mirror.registrations.pop(interest_id, None)
             return
         mirror.registrations[interest_id] = registration
         values = canonical_values(registration.params)
-        parameters = self._query.parameters
-        if not any(each.check(values.get(each.name)) for each in parameters):  # else it is of another version
-            mirror.rows[interest_id] = (
-                interest_id, registration.at_ms, *(_column(each.type, values[each.name]) for each in parameters)
-            )  # fmt: skip
+        if fault := self._query.fault(values):  # it is of another version
+            mirror.unfit[interest_id] = fault
+            return
+        columns = (_column(each.type, values[each.name]) for each in self._query.parameters)
+        mirror.rows[interest_id] = (interest_id, registration.at_ms, *columns)
+
+    def _can_write(self, schema: Any, row: tuple[Any, ...]) -> bool:
+        """Tell whether the file can have a row; one that it cannot is logged once, and harms no other interest."""
+        try:
+            _arrays(schema, [row])
+        except _UNFIT as error:
+            if row[0] not in self._logged:
+                self._logged.add(row[0])
+                text = "interest %s of query %s is left out, as the table of interests cannot have its parameters: %s"
+                _log.error(text, row[0], self._query.name, error)
+            return False
+        return True
 
     def _written(self, rows: Sequence[tuple[Any, ...]]) -> Path:
         schema = interest_schema(self._query)
-        columns = [*zip(*rows, strict=True)] or [()] * len(schema)
-        arrays = [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+        try:
+            arrays = _arrays(schema, rows)
+        except _UNFIT:
+            arrays = _arrays(schema, [row for row in rows if self._can_write(schema, row)])
         self._version += 1
         file = self._folder / f"{self._version}.parquet"
         hidden = file.with_suffix(".tmp")
@@ -186,6 +213,12 @@ class InterestTable:
         # An execution that runs may read the former one: the one before that is not needed any more.
         (self._folder / f"{self._version - 2}.parquet").unlink(missing_ok=True)
         return file
+
+
+def _arrays(schema: Any, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return the columns of rows. Raises ``_UNFIT``."""
+    columns = [*zip(*rows, strict=True)] or [()] * len(schema)
+    return [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
 
 
 def _column(type_: ParameterType, value: Any) -> Any:

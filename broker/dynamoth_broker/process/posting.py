@@ -23,6 +23,8 @@ def split_records(body: bytes) -> list[bytes]:
             values: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise MalformedMessage(f"the body is no JSON: {error!s:.100}") from None
+        if not values:
+            raise MalformedMessage("the array is empty: send at least one record")
         records = [json.dumps(value).encode() for value in values]
     elif b"\n" in text:
         records = [line for line in text.splitlines() if line.strip()]

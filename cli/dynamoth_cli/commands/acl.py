@@ -70,7 +70,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
         *("+mget", "+set", "+del", "+hget", "+hdel", "+hscan", "+xrange", "+xrevrange", "+xtrim"),
         *("+zrem", "+zscore", "+zrangebyscore"),
     ),
-    "data-operator": (*(*_APPENDING, "+set", "+del", "+expire", "+hget", "+hlen", "+xrevrange", "+xrange"),),
+    "data-operator": (*(*_APPENDING, "+set", "+del", "+expire", "+hget", "+hlen", "+hscan", "+xrevrange", "+xrange"),),
     "data-writer": _APPENDING,
     "operator": ("+subscribe", "+unsubscribe", "+publish", "+hmget", "+hgetall", "+pubsub|numsub"),
     "recorder": ("+subscribe", "+psubscribe", "+unsubscribe", "+publish", "+hmget"),

@@ -20,7 +20,6 @@ from dynamoth.data.records import (
     parse_tip,
     partition_keys,
     partition_name,
-    partition_names,
     partition_of,
     partition_server,
     tip_command,
@@ -31,6 +30,7 @@ from dynamoth_cli.data_admin import (
     ago,
     drop,
     find_dataset,
+    forget_load,
     log_servers,
     print_json,
     put,
@@ -38,14 +38,12 @@ from dynamoth_cli.data_admin import (
     register,
     with_servers,
 )
-from dynamoth_client.datasets import SyncDatasetWriter
-from dynamoth_client.runtime.data_links import DataLinks, run_all
+from dynamoth_client.datasets import LogError, SyncDatasetWriter
+from dynamoth_client.runtime.data_links import DataLinks
 from dynamoth_client.runtime.record_files import read_records
 
 SHOWN_REFUSALS = 5
 BATCH = 2000
-OLD_LOAD_S = 3600
-"""The records of the load before are forgotten after this time: queries that run may still read them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -193,12 +191,7 @@ def _load(arguments: argparse.Namespace) -> int:
     counts = {"stored": 0, "duplicate": 0, "refused": 0}
     with SyncDatasetWriter(urls, options=options) as writer:
         for path in arguments.files:
-            records = read_records(Path(path), dataset)
-            while batch := list(islice(records, BATCH)):
-                for number, each in enumerate(writer.append_many(dataset.name, batch, source=f"file {path}")):
-                    counts[each.outcome] += 1
-                    if each.outcome == "refused" and counts["refused"] <= SHOWN_REFUSALS:
-                        sys.stderr.write(printable(f"dynamoth: {path}: record {number + 1}: {each.reason}") + "\n")
+            _load_file(writer, dataset, path, counts)
     if arguments.json:
         print_json(counts)
     else:
@@ -206,6 +199,54 @@ def _load(arguments: argparse.Namespace) -> int:
     if counts["refused"] and not arguments.json:
         _print([f"`dynamoth dataset dead {dataset.name}` shows those that were refused"])
     return 1 if counts["refused"] else 0
+
+
+def _load_file(writer: SyncDatasetWriter, dataset: Dataset, path: str, counts: dict[str, int]) -> None:
+    """Store the records of a file, and count. Raises LogError, which says where to go on, and ConfigError."""
+    records, number = read_records(Path(path), dataset), 0
+    while True:
+        try:
+            batch = list(islice(records, BATCH))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {number} records of it are stored or refused") from error
+        if not batch:
+            return
+        try:
+            results = writer.append_each(dataset.name, batch, source=f"file {path}")
+        except LogError as error:
+            raise _stopped(dataset, path, number, 0, error) from error
+        failed = [index for index, each in enumerate(results) if isinstance(each, LogError)]
+        for index, each in enumerate(results):
+            if isinstance(each, LogError):
+                continue
+            counts[each.outcome] += 1
+            if each.outcome == "refused" and counts["refused"] <= SHOWN_REFUSALS:
+                sys.stderr.write(printable(f"dynamoth: {path}: record {number + index + 1}: {each.reason}") + "\n")
+        if failed:
+            first = results[failed[0]]
+            assert isinstance(first, LogError), "it has failed"
+            behind = len(results) - failed[0] - len(failed)
+            raise _stopped(dataset, path, number + failed[0], behind, first)
+        number += len(batch)
+
+
+def _stopped(dataset: Dataset, path: str, number: int, behind: int, error: LogError) -> LogError:
+    """Return an error that says which records of a file are done.
+
+    Args:
+        dataset: whose.
+        path: of the file.
+        number: so many records at its beginning are done.
+        behind: so many behind these are done, too, in other partitions.
+        error: of the next one.
+
+    """
+    text = f"{number} records of {path} are stored or refused, then: {error}; go on behind record {number}"
+    if dataset.id and dataset.duplicate_s:
+        text += ", or load the file again: what is stored is not stored twice"
+    elif behind:
+        text += f"; {behind} records behind that one are stored, too"
+    return type(error)(text)
 
 
 async def _found(links: DataLinks, name: str) -> Dataset:
@@ -225,6 +266,12 @@ def _load_static(arguments: argparse.Namespace, before: Dataset) -> int:
                 raise ConfigError(f"{path}: record {number}: {error}; nothing was loaded") from error
             by_partition[partition_of(dataset, place, count)].append((value, ""))
             count += 1
+    for number, records in by_partition.items():
+        if len(records) > dataset.waiting_max:
+            raise ConfigError(
+                f"partition {number} would have {len(records)} records, and waiting_max is {dataset.waiting_max}: raise"
+                " `waiting_max` of the dataset; nothing was loaded"
+            )
 
     async def store(links: DataLinks) -> None:
         for number, records in by_partition.items():
@@ -236,14 +283,7 @@ def _load_static(arguments: argparse.Namespace, before: Dataset) -> int:
                 await links.command(server, append_records_command(dataset, number, part, ""), repeats=False)
             await links.command(server, finish_load_command(name, len(records)), repeats=True)
         await put(links, dataset)
-        old = partition_names(before)
-        await run_all(
-            [
-                links.command(partition_server(name, links.ids), (b"EXPIRE", key, OLD_LOAD_S), repeats=True)
-                for name in old
-                for key in partition_keys(name)
-            ]
-        )
+        await forget_load(links, before)
 
     with_servers(arguments, store)
     if arguments.json:

@@ -1,0 +1,75 @@
+"""Tells the users of interests that no longer fit a query, as it has changed: they get a last result set with an error.
+
+It is numbered as an execution is, and it is the last publication of the interest's log until the query changes again.
+So it is appended once, also where a data cluster dies meanwhile, or begins again later and looks at the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamoth.data.results import changed_payload
+from dynamoth.edge.log import log_keys, log_server
+from dynamoth_analytics.cluster.interest_table import InterestTable
+from dynamoth_analytics.cluster.publishing import Publication
+from dynamoth_analytics.cluster.servers import LogServers
+
+BROKERS_S = 10.0
+"""Nobody is told sooner after a change: a broker may take users by the former definition for some seconds."""
+
+LOGS_PER_COMMAND = 16
+"""Logs whose last result set is read together: each may be large."""
+
+_log = logging.getLogger("dynamoth.data-cluster")
+
+
+class OutdatedInterests:
+    """Which interests of one version of a query were told. Made when its executions begin."""
+
+    def __init__(self) -> None:
+        self._begun_at = time.monotonic()
+        self._told: set[str] = set()
+
+    def tell(self, publication: Publication, table: InterestTable) -> None:
+        """Publish to the interests that do not fit, in an execution, unless that is done.
+
+        Raises LogServerFailed and Fenced; call it again then, with the same execution or a later one.
+        """
+        unfit = table.unfit()
+        self._told &= unfit.keys()  # one that has ended is told again if it comes back
+        new = {each: reason for each, reason in unfit.items() if each not in self._told}
+        if not new or time.monotonic() < self._begun_at + BROKERS_S or not _is_latest(publication):
+            return
+        payloads = {each: changed_payload(publication.query, publication.version, new[each]) for each in new}
+        last = _last_payloads(publication.servers, [*payloads])
+        waiting = {each: payload for each, payload in payloads.items() if last.get(each) != payload}
+        counts = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
+        publication.publish_payloads(waiting.items(), counts)
+        self._told |= new.keys()
+        if waiting:
+            text = "query %s has changed: %d interests do not fit it any more, and know"
+            _log.warning(text, publication.query, len(waiting))
+
+
+def _is_latest(publication: Publication) -> bool:
+    """Tell whether this is the latest version: else interests may fit that one, and brokers may know it already."""
+    query = publication.servers.catalog().queries.get(publication.query)
+    return query is not None and query.version == publication.version
+
+
+def _last_payloads(servers: LogServers, interests: Sequence[str]) -> Mapping[str, bytes]:
+    """Return the last publication in the log of each interest that has one."""
+    by_server: dict[str, list[str]] = {}
+    for each in interests:
+        by_server.setdefault(log_server(each, servers.ids), []).append(each)
+    found: dict[str, bytes] = {}
+    for server, own in by_server.items():
+        for begin in range(0, len(own), LOGS_PER_COMMAND):
+            part = own[begin : begin + LOGS_PER_COMMAND]
+            commands = [(b"XREVRANGE", log_keys(each)[1], b"+", b"-", b"COUNT", b"1") for each in part]
+            replies: list[Any] = servers.run_all(server, commands)
+            found |= {each: reply[0][1][1] for each, reply in zip(part, replies, strict=True) if reply}
+    return found
