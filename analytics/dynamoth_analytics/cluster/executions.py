@@ -414,7 +414,7 @@ class QueryRunner:
         """Execute the query. The session is the stream's own: views of the same name are others elsewhere."""
         query, context, end = self.query, self._context, window.end
         self.table.refresh()
-        self._outdated.tell(context.publication(query, execution, end["tick_ms"]), self.table)
+        self._outdated.end(context.publication(query, execution, end["tick_ms"]), self.table)
         counts: Counter[str] = Counter()
         file, interests_count = self.table.file(end.get("sealed_ms", end["tick_ms"]))
         if not interests_count and self._has_executed:

@@ -1,4 +1,4 @@
-"""Tells the users of interests that no longer fit a query, as it has changed: they get a last result set with an error.
+"""Ends interests that no longer fit a query, as it has changed: their users get a last result set with an error.
 
 It is numbered as an execution is, and it is the last publication of the interest's log until the query changes again.
 So it is appended once, also where a data cluster dies meanwhile, or begins again later and looks at the log.
@@ -18,7 +18,7 @@ from dynamoth_analytics.cluster.publishing import Publication
 from dynamoth_analytics.cluster.servers import LogServers
 
 BROKERS_S = 10.0
-"""Nobody is told sooner after a change: a broker may take users by the former definition for some seconds."""
+"""Nothing is published sooner after a change: a broker may take users by the former definition for some seconds."""
 
 LOGS_PER_COMMAND = 16
 """Logs whose last result set is read together: each may be large."""
@@ -27,20 +27,20 @@ _log = logging.getLogger("dynamoth.data-cluster")
 
 
 class OutdatedInterests:
-    """Which interests of one version of a query were told. Made when its executions begin."""
+    """The interests of one version of a query that have their last result set. Made when its executions begin."""
 
     def __init__(self) -> None:
         self._begun_at = time.monotonic()
-        self._told: set[str] = set()
+        self._ended: set[str] = set()
 
-    def tell(self, publication: Publication, table: InterestTable) -> None:
+    def end(self, publication: Publication, table: InterestTable) -> None:
         """Publish to the interests that do not fit, in an execution, unless that is done.
 
         Raises LogServerFailed and Fenced; call it again then, with the same execution or a later one.
         """
         unfit = table.unfit()
-        self._told &= unfit.keys()  # one that has ended is told again if it comes back
-        new = {each: reason for each, reason in unfit.items() if each not in self._told}
+        self._ended &= unfit.keys()  # one that was forgotten and comes back is ended again
+        new = {each: reason for each, reason in unfit.items() if each not in self._ended}
         if not new or time.monotonic() < self._begun_at + BROKERS_S or not _is_latest(publication):
             return
         payloads = {each: changed_payload(publication.query, publication.version, new[each]) for each in new}
@@ -48,7 +48,7 @@ class OutdatedInterests:
         waiting = {each: payload for each, payload in payloads.items() if last.get(each) != payload}
         counts = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
         publication.publish_payloads(waiting.items(), counts)
-        self._told |= new.keys()
+        self._ended |= new.keys()
         if waiting:
             text = "query %s has changed: %d interests do not fit it any more, and know"
             _log.warning(text, publication.query, len(waiting))
