@@ -81,8 +81,8 @@ class Cluster:
         interests = {
             (own.query, each.id): each for own in subscriptions for each in [query_interest(own.query, own.params)]
         }
-        for (query, id_), interest in interests.items():
-            command = register_command(query, [(id_, interest.params, 3600.0)])
+        for (name, id_), interest in interests.items():
+            command = register_command(name, [(id_, interest.params, 3600.0)])
             self._servers.run(log_server(id_, self._servers.ids), command)
         self.interests = len(interests)
         self._places = {plan.name: self._random.choice(self._town.squares) for plan in plans}
@@ -122,8 +122,8 @@ class Cluster:
         for partition, own in by_partition.items():
             server = self._servers.server_of(partition_name(dataset.stream, partition))
             for begin in range(0, len(own), RECORDS_AT_ONCE):
-                records, run_id = own[begin : begin + RECORDS_AT_ONCE], self._servers.run_id(server)
-                self._servers.run(server, append_records_command(dataset, partition, records, run_id))
+                part, run_id = own[begin : begin + RECORDS_AT_ONCE], self._servers.run_id(server)
+                self._servers.run(server, append_records_command(dataset, partition, part, run_id))
 
     def _put(self, key: bytes, name: str, entry: Any) -> None:
         for id_ in self._servers.ids:

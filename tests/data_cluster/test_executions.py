@@ -223,7 +223,7 @@ def test_a_continuous_query_is_executed_when_there_are_records(driver: SparkSess
         until(lambda: runner.status.state == "running", runner)
         for each in ("a", "b"):
             world.append(dataset, *reports("fire", each))
-            until(lambda now=each: now in world.ids(interest), runner)
+            until(lambda now=each: now in world.ids(interest), runner)  # type: ignore[misc]
     assert world.ids(interest) == ["a", "b"]
     ticks = [each["end"]["tick_ms"] for each in world.executions("of_type")]
     assert all(after - before >= 1000 for before, after in pairwise(ticks)), "at most once a second"
@@ -242,7 +242,7 @@ def test_an_execution_has_as_many_jobs_for_300_interests_as_for_one(driver: Spar
             for number in range(others):
                 world.register("of_type", {"type": f"other {number}"})
             world.append(dataset, *reports("0", f"with {others} others"))
-            until(lambda now=f"with {others} others": now in world.ids(interest), runner)
+            until(lambda now=f"with {others} others": now in world.ids(interest), runner)  # type: ignore[misc]
             until(lambda: not runner._executing.locked(), runner)  # pyright: ignore[reportPrivateUsage]
             stream = runner._stream  # pyright: ignore[reportPrivateUsage]
             assert stream is not None

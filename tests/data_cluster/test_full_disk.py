@@ -14,20 +14,34 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.executions import Checkpoint
-from dynamoth_analytics.cluster import checkpoints, executions, journal, small_windows
+from dynamoth_analytics.cluster import checkpoints, executions, journal
 from dynamoth_analytics.cluster.archive import ArchivingFailed
 from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
 from dynamoth_analytics.cluster.failures import DISK_IS_FULL, reason_of
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.files import parquet
 from tests.data_cluster.test_executions import running
 from tests.data_cluster.world import World, reports, until
 
+
+def _first(path: Any, _: Any) -> Path:
+    return Path(path)
+
+
+def _name_of_first(file: Any, _: Any) -> Path:
+    return Path(file.name)
+
+
+def _second(_: Any, path: Any) -> Path:
+    return Path(path)
+
+
 PLACES: dict[str, tuple[Any, str, Callable[..., Path]]] = {
-    "checkpoints": (checkpoints, "write_text", lambda path, _: path),
-    "executions": (journal, "_write", lambda file, _: file.name),
-    "windows": (small_windows.parquet, "write_table", lambda _, path: path),
+    "checkpoints": (checkpoints, "write_text", _first),
+    "executions": (journal, "_write", _name_of_first),
+    "windows": (parquet, "write_table", _second),
 }
 """Folders of a data cluster: what writes their files, and how its arguments say which file."""
 
@@ -75,6 +89,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = CheckpointFolder(tmp_path / "checkpoints" / "near")
+    start: dict[str, Any]
+    end: dict[str, Any]
     start, end = {"tick_ms": 0, "offsets": {}}, {"tick_ms": 1, "offsets": {}}
     checkpoint.begin(Base(7, start, None, ["reports"]))
     checkpoint.write_end(0, end)

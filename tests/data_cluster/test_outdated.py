@@ -40,7 +40,7 @@ class Cluster:
         publication = Publication(
             world.servers, world.cluster_url, query.name, query.version, execution, 0, 1, 1000, 1000, 10, 60.0
         )
-        self.outdated.tell(publication, self.table)
+        self.outdated.end(publication, self.table)
 
 
 def error(version: int, reason: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def error(version: int, reason: str) -> dict[str, Any]:
 LEAST = "parameter 'least' is missing: it is of type int"
 
 
-def test_an_interest_that_does_not_fit_any_more_is_told_once(world: World) -> None:
+def test_an_interest_that_does_not_fit_any_more_is_ended_once(world: World) -> None:
     old = world.register("of_type", {"type": "fire"})
     good = world.register("of_type", {"type": "fire", "least": 1})
     first = Cluster(world, world.set_query(version=2, **CHANGED))
@@ -86,7 +86,7 @@ def test_another_change_is_another_error_and_one_that_fits_is_executed_again(wor
     assert last.table.unfit() == {}
 
 
-def test_interests_of_a_newer_version_are_not_told_that_they_are_old(world: World) -> None:
+def test_interests_that_fit_a_newer_version_are_not_ended(world: World) -> None:
     cluster = Cluster(world, world.set_query(version=2, **CHANGED))
     world.set_query(version=3)
     new = world.register("of_type", {"type": "fire"})
@@ -94,7 +94,7 @@ def test_interests_of_a_newer_version_are_not_told_that_they_are_old(world: Worl
     assert not world.log(new)
 
 
-def test_nobody_is_told_before_brokers_know(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_published_before_brokers_know(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     old = world.register("of_type", {"type": "fire"})
     cluster = Cluster(world, world.set_query(version=2, **CHANGED))
     monkeypatch.setattr(outdated, "BROKERS_S", 3600.0)

@@ -157,7 +157,7 @@ def test_what_is_stored_is_read() -> None:
         text = store_progress_command("nearby", each, 5)[-1]
         assert parse_progress(text) == each
     assert parse_progress(None) is None
-    status = QueryStatus("failing", 1, "why", 2, 3, 4, 5, 6, 0.5, {"failures": 7})
+    status = QueryStatus("failing", 1, "why", 2, {"reports": 8}, 3, 4, 5, 6, 0.5, {"failures": 7})
     assert parse_status(store_status_command("nearby", status, 5)[-1]) == status
     assert parse_status(b'{"state":"running","from a newer version":1}') == QueryStatus()
 

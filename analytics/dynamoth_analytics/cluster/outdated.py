@@ -46,7 +46,7 @@ class OutdatedInterests:
         payloads = {each: changed_payload(publication.query, publication.version, new[each]) for each in new}
         last = _last_payloads(publication.servers, [*payloads])
         waiting = {each: payload for each, payload in payloads.items() if last.get(each) != payload}
-        counts = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
+        counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
         publication.publish_payloads(waiting.items(), counts)
         self._ended |= new.keys()
         if waiting:
