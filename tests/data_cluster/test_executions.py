@@ -101,7 +101,7 @@ def test_without_its_checkpoint_a_query_goes_on_exactly(driver: SparkSession, wo
 
 @pytest.mark.parametrize(("names", "index"), [("commits/*", -1), ("offsets/*", -1), ("offsets/*", -2), ("meta*", 0)])
 def test_a_query_goes_on_exactly_when_spark_cannot_read_its_files(
-    driver: SparkSession, world: World, names: str, index: int
+    driver: SparkSession, world: World, names: str, index: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after a power failure: Spark does not force them to disk."""
     dataset, query = world.set_dataset(), world.set_query()
@@ -123,6 +123,7 @@ def test_a_query_goes_on_exactly_when_spark_cannot_read_its_files(
         until(lambda: again.status.execution == 3, again)
     assert world.ids(interest) == ["a", "b", "c"]
     assert again.status.counts["failures"] == 1
+    assert "No content to map" in caplog.text if names == "meta*" else f"{file}. Incomplete log file" in caplog.text
     written = world.executions("of_type")
     assert [each["execution"] for each in written] == [1, 2, 3]
     assert [after["start"] == before["end"] for before, after in pairwise(written)] == [True, True]

@@ -327,7 +327,8 @@ class QueryRunner:
                 name, progress.execution, "ended" if progress.is_done else "began",
             )  # fmt: skip
         self._progress = progress
-        # Without a checkpoint that Spark can read, it begins again where the former one was.
+        if self._has_spark_failed:
+            _log.warning("query %s: Spark has failed, maybe as it cannot read its files: they are made again", name)
         is_same = not self._has_spark_failed and (base is None or sorted(base.datasets) == datasets)
         begin = resumption(progress, checkpoint, reads_the_same=is_same)
         if begin is None:

@@ -29,8 +29,11 @@ _OURS = re.compile(r"dynamoth\w*\.[\w.]*?(\w+): (.+)")
 _SPARKS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\] (.+)")
 """An error of Spark with its class."""
 
-_CAUSED = re.compile(r"Caused by: (?:[\w.$]+: )?(.+)")
+_CAUSED = re.compile(r"(?:Caused by|An error occurred while calling .+\n): (?:[\w.$]+: )?(.+)")
 """The causes of an error of Java, without their classes; the last one is the first that went wrong."""
+
+_STREAM = "=== Streaming Query ==="
+"""Behind this, an error of a stream describes the stream."""
 
 DISK_IS_FULL = "a disk of the data cluster is full: make room in data_cluster.folder and in SPARK_LOCAL_DIRS"
 
@@ -58,7 +61,7 @@ def reason_of(error: BaseException) -> str:
             return f"[{found[1]}] {found[2].strip()}"[:CHARACTERS_MAX]
     if causes := [*_CAUSED.finditer(text)]:
         return causes[-1][1].strip()[:CHARACTERS_MAX]
-    lines = text.splitlines() or [type(error).__name__]
+    lines = text.partition(_STREAM)[0].splitlines() or [type(error).__name__]
     return f"{type(error).__name__}: {lines[-1].strip()}"[:CHARACTERS_MAX]
 
 
