@@ -32,7 +32,7 @@ OWNER_KEY = DATA_PREFIX + b"term:owner"
 """String at every log server: a term and the id of the data cluster that has it, ``5 3f0c...``."""
 
 CLAIMS_MAX = 10
-"""So many terms are claimed at most: each is refused only where another data cluster begins just then."""
+"""At most this many terms are claimed: each is refused only where another data cluster begins just then."""
 
 CLAIM_SCRIPT = b"""local term = tonumber(redis.call('GET', KEYS[1]) or '0')
 local owner = ARGV[1] .. ' ' .. ARGV[2]
