@@ -78,11 +78,6 @@ def _text_of(entry: Entry) -> bytes:
     return json.dumps(entry.definition, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def read_catalog_command(key: bytes) -> tuple[CommandPart, ...]:
-    """Return the command that reads one of the two hashes."""
-    return b"HGETALL", key
-
-
 @parser("an entry of the catalog")
 def parse_entry(value: bytes) -> Entry:
     """Read the value of one field. Raises MalformedMessage."""
@@ -95,7 +90,7 @@ def parse_entry(value: bytes) -> Entry:
 
 @parser("the catalog")
 def parse_entries(reply: Any) -> dict[str, Entry]:
-    """Read the reply of ``read_catalog_command``. A field that cannot be read is an entry with a fault.
+    """Read the reply of an HGETALL of one of the two hashes. A field that cannot be read is an entry with a fault.
 
     Raises MalformedMessage.
     """

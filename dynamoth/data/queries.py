@@ -33,9 +33,6 @@ RESULT_BYTES_MAX = 1_048_576
 KEEP_S_MIN = 60
 """Operators may not register less: brokers renew interests several times meanwhile, also where one reconnects."""
 
-CONTINUOUS_S = 1
-"""Period of a continuous query: it is executed as soon as there are records, at most once in this time."""
-
 
 class BadParameters(DynamothError):
     """Raised when values do not fit the parameters of a query; the message is the reason."""
@@ -133,26 +130,14 @@ class StandingQuery:
                 return fault
         return None
 
-    def check(self, values: Mapping[str, Scalar], subject: str | None = None) -> None:
-        """Check that an interest has exactly the declared parameters.
-
-        Args:
-            values: of the parameters.
-            subject: of the token of the user who subscribes; None: nothing is bound.
-
-        Raises BadParameters.
-
-        """
+    def check(self, values: Mapping[str, Scalar]) -> None:
+        """Check that an interest has exactly the declared parameters. Raises BadParameters."""
         for name in values:
             if name not in self.by_name:
                 known = ", ".join(self.by_name) or "none"
                 raise BadParameters(f"query {self.name!r} has no parameter {shortened(name)}: those are {known}")
         if fault := self.fault(values):
             raise BadParameters(fault)
-        if subject is not None:
-            for name, _ in self.bind:
-                if values[name] != subject:
-                    raise BadParameters(f"parameter {name!r} has to be the subject of the token")
 
 
 _SETTINGS: dict[str, type | tuple[type, ...]] = {

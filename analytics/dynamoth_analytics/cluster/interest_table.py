@@ -110,11 +110,6 @@ class InterestTable:
                 self._is_changed = len(counted) < len(rows)  # the next file has the others, too
             return self._file, len(counted)
 
-    def ids(self) -> list[str]:
-        """Return the ids of the interests that were read last."""
-        with self._lock:
-            return [each for mirror in self._mirrors.values() for each in mirror.registrations]
-
     def unfit(self) -> dict[str, str]:
         """Return the ids of the interests that do not fit this version of the query, with the reasons."""
         with self._lock:
