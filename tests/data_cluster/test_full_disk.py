@@ -14,20 +14,21 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.executions import Checkpoint
-from dynamoth_analytics.cluster import checkpoints, executions, journal, small_windows
+from dynamoth_analytics.cluster import checkpoints, executions, journal
 from dynamoth_analytics.cluster.archive import ArchivingFailed
 from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
 from dynamoth_analytics.cluster.failures import DISK_IS_FULL, reason_of
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.files import parquet
 from tests.data_cluster.test_executions import running
 from tests.data_cluster.world import World, reports, until
 
 PLACES: dict[str, tuple[Any, str, Callable[..., Path]]] = {
     "checkpoints": (checkpoints, "write_text", lambda path, _: path),
     "executions": (journal, "_write", lambda file, _: file.name),
-    "windows": (small_windows.parquet, "write_table", lambda _, path: path),
+    "windows": (parquet, "write_table", lambda _, path: path),
 }
 """Folders of a data cluster: what writes their files, and how its arguments say which file."""
 
