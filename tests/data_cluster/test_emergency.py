@@ -140,7 +140,9 @@ def test_parameters_fit_the_queries() -> None:
     assert len(queries) == 7 and {query.period_s for query in queries.values()} == {10, 20, 30}
     for plan in plan_users(build_town(Random(1)), 100, 120.0, 2):
         for each in plan.subscriptions:
-            queries[each.query].check(each.params, plan.name)
+            query = queries[each.query]
+            query.check(each.params)
+            assert all(each.params[name] == plan.name for name, _ in query.bind)
 
 
 # The queries.
