@@ -68,7 +68,7 @@ class DaemonProcess(ABC, Generic[_Action]):
         http = await self._serve_http()
         stopping = self._loop.create_task(self._await_stop(), name=f"stop the {self._name}")
         try:
-            with _set_by_signals(self._stop):
+            with set_by_signals(self._stop):
                 fields = self.describe()
                 if http is not None:
                     fields["http_port"] = http.port
@@ -151,15 +151,30 @@ class DaemonProcess(ABC, Generic[_Action]):
         return readiness(f"the {self._name} is ending" if is_ending else self.why_not_ready())
 
 
+_stops: list[asyncio.Event] = []
+"""What SIGTERM and SIGINT set."""
+
+
 @contextmanager
-def _set_by_signals(stop: asyncio.Event) -> Generator[None]:
-    """Set ``stop`` at SIGTERM and SIGINT. In a coroutine of the main thread only."""
+def set_by_signals(stop: asyncio.Event) -> Generator[None]:
+    """Set ``stop`` at SIGTERM and SIGINT, and the events of those around it. In a coroutine of the main thread only."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, stop.set)
+    if any(each.is_set() for each in _stops):  # a signal came a moment ago
+        stop.set()
+    _stops.append(stop)
+    if len(_stops) == 1:
+        for number in signals:
+            loop.add_signal_handler(number, _set_all)
     try:
         yield
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        _stops.remove(stop)
+        if not _stops:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def _set_all() -> None:
+    for stop in _stops:
+        stop.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -114,14 +115,16 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder], capture_output=True).returncode:
-        pytest.skip("a file system can be mounted by root only")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def disk() -> Iterator[Path]:
+    """A disk of 256 KiB. It is outside of pytest's folder: pytest cannot delete one that a killed run has left."""
+    folder = Path(tempfile.mkdtemp(prefix="dynamoth-disk-"))
+    try:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder], capture_output=True).returncode:
+            pytest.skip("a file system can be mounted by root only")
+        yield folder
+        subprocess.run(["umount", "--lazy", folder], check=True)  # Spark may have a file open
+    finally:
+        folder.rmdir()
 
 
 def fill(disk: Path) -> Path:

@@ -77,19 +77,22 @@ def until_phase(cluster: LocalCluster, channels: Iterable[bytes], phase: Phase, 
 
 
 def move(cluster: LocalCluster, channel: bytes, to: str) -> None:
-    """Move a channel, and return when the move has settled.
+    """Move a channel, and return when the move has settled."""
+    assert cluster.ask_balancer("move", {"channel": channel, "to": to})["to"] == to
 
-    On a busy machine an agent may be late with its message: the balancer refuses until it hears all agents again.
-    """
 
-    def moved() -> bool:
+def move_when_agents_are_heard(cluster: LocalCluster, channel: bytes, to: str) -> None:
+    """Move a channel after an outage: until the balancer hears all agents again, it refuses to."""
+
+    def moves() -> bool:
         try:
-            return bool(cluster.ask_balancer("move", {"channel": channel, "to": to})["to"] == to)
+            move(cluster, channel, to)
         except RequestRefused as refusal:
             assert "is not heard" in str(refusal), refusal
             return False
+        return True
 
-    until(moved, f"{channel!r} moves to {to}", every_s=0.5)
+    until(moves, f"{channel!r} moves to {to}", every_s=0.5)
 
 
 def begin_move(cluster: LocalCluster, channel: bytes, to: str, request: int) -> None:

@@ -11,7 +11,16 @@ import redis.exceptions
 
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_client.asyncio import PubSub, from_url
-from tests.whole.harness import PATIENCE_S, Traffic, channels_at, logged, move, stored_entry, until
+from tests.whole.harness import (
+    PATIENCE_S,
+    Traffic,
+    channels_at,
+    logged,
+    move,
+    move_when_agents_are_heard,
+    stored_entry,
+    until,
+)
 
 SERVED_S_MAX = 6.0
 """The usual time until a server counts as dead, and 3 s. A machine that is busy with other tests keeps it with a
@@ -86,6 +95,6 @@ def test_others_serve_the_channels_of_a_dead_server_until_it_is_back(hangs: bool
         traffic.flows()
         traffic.calm()
         traffic.flows()
-        move(cluster, at_home, "s2")
+        move_when_agents_are_heard(cluster, at_home, "s2")
         traffic.flows()
         assert traffic.finish().lost == 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable
 
 from dynamoth.errors import MalformedMessage
@@ -18,6 +17,7 @@ from dynamoth.protocol.stored_plan import READ_HEADER, parse_header
 from dynamoth_agent.process.runtime import AgentConfig, collect_rarely, run_agent
 from dynamoth_daemon import event_loop
 from dynamoth_daemon.exit_codes import EXIT_DONE
+from dynamoth_daemon.process import set_by_signals
 from dynamoth_link.errors import LinkError
 from dynamoth_link.handshake import run_id_in
 from dynamoth_link.options import LinkOptions
@@ -46,36 +46,31 @@ def run(url: str, config_of: Callable[[str], AgentConfig]) -> int:
 async def _run(url: str, config_of: Callable[[str], AgentConfig]) -> int:
     stop = asyncio.Event()
     link = config_of("").link
-    while (id_ := await _listed_id(url, link, stop)) is not None:
-        _LOG.info("the standby server is in use", extra={"server": id_})
-        left = asyncio.Event()
-        agent_stop = asyncio.Event()
-        watching = asyncio.create_task(_watch(url, link, id_, left, agent_stop), name=f"watch whether {id_} has left")
-        try:
-            code = await run_agent(config_of(id_), agent_stop)
-        finally:
-            watching.cancel()
-        if not left.is_set():
-            return code
-        _LOG.info("the standby server has left the plan", extra={"server": id_})
+    with set_by_signals(stop):
+        while (id_ := await _listed_id(url, link, stop)) is not None:
+            _LOG.info("the standby server is in use", extra={"server": id_})
+            left = asyncio.Event()
+            agent_stop = asyncio.Event()
+            watch = _watch(url, link, id_, left, agent_stop)
+            watching = asyncio.create_task(watch, name=f"watch whether {id_} has left")
+            try:
+                code = await run_agent(config_of(id_), agent_stop)
+            finally:
+                watching.cancel()
+            if not left.is_set():
+                return code
+            _LOG.info("the standby server has left the plan", extra={"server": id_})
     return EXIT_DONE
 
 
 async def _listed_id(url: str, link: LinkOptions, stop: asyncio.Event) -> str | None:
     """Wait until the plan lists the server, and return its id; None after a signal."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        while not stop.is_set():
-            if (ids := await _ids(url, link)) and len(ids) == 1:
-                return ids[0]
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK_S)
-        return None
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    while not stop.is_set():
+        if (ids := await _ids(url, link)) and len(ids) == 1:
+            return ids[0]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOOK_S)
+    return None
 
 
 async def _watch(url: str, link: LinkOptions, id_: str, left: asyncio.Event, agent_stop: asyncio.Event) -> None:
