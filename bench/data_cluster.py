@@ -23,6 +23,7 @@ from pyspark.sql import functions as F
 
 from dynamoth.data.datasets import Dataset, read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
+from dynamoth_analytics.cluster.process import JAVA_OPTIONS
 from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
 from dynamoth_analytics.cluster.servers import read_servers
 from dynamoth_analytics.cluster.sql import compile_query
@@ -89,7 +90,7 @@ def main() -> int:
     arguments = parser.parse_args()
     place = argparse.Namespace(master="local[2]", remote=None, spark_log="off")
     slowest = 0.0
-    with open_session(place, "bench") as spark, tempfile.TemporaryDirectory() as folder:
+    with open_session(place, "bench", JAVA_OPTIONS) as spark, tempfile.TemporaryDirectory() as folder:
         for interests in arguments.interests:
             for records in arguments.records:
                 users = arguments.users or interests

@@ -76,8 +76,10 @@ def add_session(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSession]:
+def open_session(arguments: argparse.Namespace, name: str, java_options: str = "") -> Generator[SparkSession]:
     """Open a session with the arguments of :func:`add_session`, and stop it at the end.
+
+    ``java_options``: of a driver that this starts.
 
     Raises:
         ConfigError: packages for Spark Connect are missing.
@@ -95,7 +97,8 @@ def open_session(arguments: argparse.Namespace, name: str) -> Generator[SparkSes
         builder = builder.config(map={**DRIVER_OPTIONS})
         if "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has started Java, and chosen the master
             builder = builder.master(arguments.master or LOCAL)
-            builder = builder.config("spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()}")
+            options = f"-Dlog4j2.configurationFile={LOG_FILE.as_uri()} {java_options}".rstrip()
+            builder = builder.config("spark.driver.extraJavaOptions", options)
         if arguments.master is None or arguments.master.startswith("local"):
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers import this package, too
             builder = builder.config(map={**LOCAL_OPTIONS})
