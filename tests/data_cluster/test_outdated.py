@@ -1,4 +1,4 @@
-"""Interests that do not fit a changed query: their users are told once, whatever dies, on real Redis servers."""
+"""Interests that do not fit a changed query get one last result set, whatever dies, on real Redis servers."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pyarrow import json as arrow_json  # pyright: ignore[reportMissingTypeStubs]
 
@@ -101,19 +102,12 @@ def write_file(path: Path, schema: Any, tables: Iterator[Any]) -> None:
 
     No more than one row group is held in memory, besides the table that comes next.
     """
-    hidden = path.with_name(f".{path.stem}.tmp")
-    try:
-        with hidden.open("wb") as file:
-            with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                for group in _grouped(tables):
-                    writer.write_table(group, row_group_size=ROW_GROUP_RECORDS)
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.rename(path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with (
+        _replacing(path, path.with_name(f".{path.stem}.tmp")) as file,
+        parquet.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        for group in _grouped(tables):
+            writer.write_table(group, row_group_size=ROW_GROUP_RECORDS)
 
 
 def _grouped(tables: Iterator[Any]) -> Iterator[Any]:
@@ -132,10 +126,16 @@ def _grouped(tables: Iterator[Any]) -> Iterator[Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file, which appears as a whole or not at all, and is on disk then. Raises OSError."""
-    hidden = path.with_name(f".{path.name}.tmp")
+    with _replacing(path, path.with_name(f".{path.name}.tmp")) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _replacing(path: Path, hidden: Path) -> Generator[BinaryIO]:
+    """Yield a hidden file that replaces ``path`` at the end, and is on disk then; it is deleted if that fails."""
     try:
-        with hidden.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with hidden.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         hidden.rename(path)

@@ -272,13 +272,11 @@ class QueryRunner:
     def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None, end: Mapping[str, Any]) -> Progress:
         """Go on behind ``end``; what is given up is written down as an execution without results. Returns that."""
         skipped, context = give_up(progress, checkpoint, end, _now_ms()), self._context
-        write_execution(
-            context.folder / "executions",
-            self.query.name,
-            {"execution": skipped.execution, "version": self.query.version}
-            | {"start": skipped.window.start, "end": skipped.window.end}
-            | {"seconds": 0.0, "ended_ms": _now_ms(), "skipped": True},
-        )
+        values = {
+            "execution": skipped.execution, "version": self.query.version, "start": skipped.window.start,
+            "end": skipped.window.end, "seconds": 0.0, "ended_ms": _now_ms(), "skipped": True,
+        }  # fmt: skip
+        write_execution(context.folder / "executions", self.query.name, values)
         context.store_progress(self.query.name, skipped)
         return skipped
 
