@@ -1,75 +1,77 @@
 """What an execution of a standing query costs: for all of its interests at once, on Spark.
 
-Run with ``python -m bench.data_cluster``; ``--help`` tells the rest. Three queries: of a type, near a place and of a
-type, and near the user, whose place is in a keyed dataset. The interests have 100 to 1,000 metres; records, interests
-and users' places are spread evenly. Each execution is timed after one that is not; result sets are made, and with
-``--publish`` stored in the logs of a real Redis server, too.
+Run with ``python -m bench.data_cluster``; ``--help`` tells the rest. A real ``dynamoth data-cluster`` has two log
+servers. Three queries, one after the other: of a kind and above a value, near a place and of a type, and near the user,
+whose place is in a keyed dataset. The interests have 100 to 1,000 metres; records, interests and users' places are
+spread evenly. The data cluster is paused while records are stored, so one execution is for all of them; it reads them
+from the log servers and stores the result sets there, as always. The times are those of its journal. The first
+execution does not count: Java is slow when it has just started.
 """
-
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-
+from bench.data_servers import DataCluster, DataServers
 from dynamoth.data.datasets import Dataset, read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
-from dynamoth_analytics.cluster.process import JAVA_OPTIONS
-from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
-from dynamoth_analytics.cluster.servers import read_servers
-from dynamoth_analytics.cluster.sql import compile_query
-from dynamoth_analytics.session import open_session
-from dynamoth_cli.local.embedded import EmbeddedRedis
 
 TYPES = 8
-PER_TYPE = 100
-"""Interests of one type, in the query by type alone: its types are as many as that makes."""
+PER_KIND = 100
+"""Interests of one kind: there are as many kinds as that makes."""
 
-DATASETS: dict[str, Dataset] = {
-    "reports": read_dataset(
-        "reports",
-        {
-            "kind": "append",
-            "fields": {
-                "id": "int",
-                "kind": "string",
-                "type": "string",
-                "lat": "float",
-                "lon": "float",
-                "text": "string",
-            },
+VALUE_MAX = 0.1
+"""Records have values from 0 to 1, and interests ask for those above one of up to this: most records of their kind."""
+
+WAITING_MAX = 10_000_000
+TEXT = "x" * 300
+
+REPORTS: Dataset = read_dataset(
+    "reports",
+    {
+        "kind": "append",
+        "waiting_max": WAITING_MAX,
+        "fields": {
+            "number": "int", "kind": "string", "value": "float", "type": "string", "lat": "float", "lon": "float",
+            "text": "string",
         },
-    ),
-    "places": read_dataset(
-        "places", {"kind": "keyed", "key": "user", "fields": {"user": "string", "lat": "float", "lon": "float"}}
-    ),
-}
+    },
+)  # fmt: skip
+PLACES: Dataset = read_dataset(
+    "places",
+    {
+        "kind": "keyed",
+        "key": "user",
+        "waiting_max": WAITING_MAX,
+        "fields": {"user": "string", "lat": "float", "lon": "float"},
+    },
+)
 
 METRES = {"type": "float", "min": 100, "max": 1000}
 
 QUERIES: dict[str, StandingQuery] = {
-    name: read_query(name, {"on": "reports", "period_s": 10, **definition})
+    name: read_query(name, {"on": "reports", "period_s": 1, **definition})
     for name, definition in {
         "of_kind": {
-            "sql": "SELECT r.id, r.text FROM reports r WHERE r.kind = :kind",
-            "parameters": {"kind": "string"},
+            "sql": "SELECT r.number, r.text FROM reports r WHERE r.kind = :kind AND r.value > :value",
+            "parameters": {"kind": "string", "value": "float"},
         },
         "near_place": {
-            "sql": "SELECT r.id, r.text FROM reports r"
+            "sql": "SELECT r.number, r.text FROM reports r"
             " WHERE r.type = :type AND near(r.lat, r.lon, :lat, :lon, :metres)",
             "parameters": {"type": "string", "lat": "float", "lon": "float", "metres": METRES},
         },
         "near_user": {
-            "sql": "SELECT r.id, r.text FROM reports r JOIN places p ON p.user = :user"
+            "sql": "SELECT r.number, r.text FROM reports r JOIN places p ON p.user = :user"
             " WHERE near(r.lat, r.lon, p.lat, p.lon, :metres)",
             "reads": ["places"],
             "parameters": {"user": "string", "metres": METRES},
@@ -85,86 +87,106 @@ def main() -> int:
     parser.add_argument("--users", type=int, metavar="N", help="users' places; default: as many as interests")
     parser.add_argument("--queries", nargs="+", default=[*QUERIES], choices=[*QUERIES])
     parser.add_argument("--runs", type=int, default=3, metavar="N")
-    parser.add_argument("--publish", action="store_true", help="store the result sets in logs, and notify")
-    parser.add_argument("--seconds-max", type=float, default=0, metavar="S", help="fail above this median")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
     arguments = parser.parse_args()
-    place = argparse.Namespace(master="local[2]", remote=None, spark_log="off")
-    slowest = 0.0
-    with open_session(place, "bench", JAVA_OPTIONS) as spark, tempfile.TemporaryDirectory() as folder:
+    results: list[dict[str, Any]] = []
+    for name in arguments.queries:
         for interests in arguments.interests:
-            for records in arguments.records:
-                users = arguments.users or interests
-                views = _views(spark, Path(folder, f"{interests}-{records}-{users}"), records, users, interests)
-                for name in arguments.queries:
-                    table = _interests(spark, Path(folder, f"{name}-{interests}"), name, interests)
-                    seconds, sets, rows = _measure(spark, name, views, table, arguments)
-                    slowest = max(slowest, seconds)
-                    sys.stdout.write(
-                        f"{name:12} {interests:>9} interests {records:>9} records {users:>9} users: {seconds:6.2f} s,"
-                        f" {sets} result sets, {rows} rows\n"
-                    )
-                    sys.stdout.flush()
-    if arguments.seconds_max and slowest > arguments.seconds_max:
-        sys.stdout.write(f"slower than {arguments.seconds_max:g} s\n")
-        return 1
+            for each in _measure(name, interests, arguments):
+                results.append(each)
+                sys.stdout.write(
+                    f"{name:12} {interests:>9,} interests {each['records']:>9,} records: {each['seconds']:6.2f} s"
+                    f" ({min(each['all']):.2f} to {max(each['all']):.2f}), {each['result_sets']:,} result sets,"
+                    f" {each['rows']:,} rows\n"
+                )
+                sys.stdout.flush()
+    seconds = {each["query"]: each["seconds"] for each in results}
+    sys.stdout.write(json.dumps({"benchmark": "data_cluster", "seconds": seconds, "measured": results}) + "\n")
     return 0
 
 
-def _measure(
-    spark: SparkSession, name: str, views: dict[str, DataFrame], table: DataFrame, arguments: argparse.Namespace
-) -> tuple[float, int, int]:
-    """Return the median of the seconds, and how many result sets and rows there are."""
-    compiled, times, sets, rows = compile_query(QUERIES[name], DATASETS), [], 0, 0
-    with EmbeddedRedis() as log, EmbeddedRedis() as cluster:
-        servers = read_servers(f"l1=redis://127.0.0.1:{log.port}")
-        for run in range(arguments.runs + 1):
-            began = time.monotonic()
-            results = compiled.run(spark, views, table, 0)
-            if arguments.publish:
-                publication = Publication(
-                    servers, f"dynamoth://127.0.0.1:{cluster.port}", name, 1, run + 1, 0, 1, 16_384, 2**20, 100, 3600.0
-                )
-                metrics: Any = results.mapInArrow(publication.publish, METRICS_SCHEMA).agg(
-                    F.sum("result_sets"), F.sum("rows")
-                )
-            else:
-                metrics = results.agg(F.count("*"), F.sum("rows"), F.sum(F.length("result")))
-            sets, rows, *_ = metrics.collect()[0]
-            if run:
-                times.append(time.monotonic() - began)
-    return statistics.median(times), sets, rows
+def _measure(name: str, interests: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the figures of one query for each number of records, of one data cluster."""
+    chance = random.Random(arguments.seed)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = DataServers(stack)
+        query = QUERIES[name]
+        servers.define(REPORTS, PLACES, query)
+        if PLACES.name in query.datasets:
+            users = arguments.users or interests
+            servers.store(PLACES, ({"user": f"u{number}", **_place(chance)} for number in range(users)))
+        count = servers.register(name, interests_of(name, interests, chance))
+        cluster = DataCluster(stack, servers, folder)
+        for records in arguments.records:
+            found = [
+                execution_of(servers, cluster, query, records_of(records, interests, chance), count)
+                for _ in range(1 + arguments.runs)
+            ][1:]
+            yield {
+                "query": name,
+                "interests": count,
+                "records": records,
+                "seconds": statistics.median(each["seconds"] for each in found),
+                "all": [each["seconds"] for each in found],
+                "result_sets": found[-1].get("result_sets", 0),
+                "rows": found[-1].get("rows", 0),
+            }
 
 
-def _views(spark: SparkSession, folder: Path, records: int, users: int, interests: int) -> dict[str, DataFrame]:
-    kinds = max(TYPES, interests // PER_TYPE)
-    own = ["cast(0 AS int) AS _partition", "id AS _offset", "cast(NULL AS timestamp) AS _arrived"]
-    reports = spark.range(records).selectExpr(
-        "id", f"concat('k', id % {kinds}) AS kind", f"concat('t', id % {TYPES}) AS type", "60 + rand(1) AS lat",
-        "24 + 2 * rand(2) AS lon", "repeat('x', 300) AS text", *own,
-    )  # fmt: skip
-    places = spark.range(users).selectExpr(
-        "concat('u', id) AS user", "60 + rand(3) AS lat", "24 + 2 * rand(4) AS lon", *own
-    )
-    return {name: _stored(spark, rows, folder / name) for name, rows in (("reports", reports), ("places", places))}
+def execution_of(
+    servers: DataServers,
+    cluster: DataCluster,
+    query: StandingQuery,
+    records: Sequence[Mapping[str, Any]],
+    interests: int,
+) -> Mapping[str, Any]:
+    """Store records, and return what the journal says of their execution. Raises SystemExit where it was of others."""
+    following = cluster.next_executions(query.name)
+    cluster.pause()
+    try:
+        servers.store(REPORTS, records)
+    finally:
+        cluster.resume()
+    execution = next(following)
+    states = servers.servers.states({REPORTS.stream: REPORTS.partitions})
+    start, end = (execution[each]["offsets"] for each in ("start", "end"))
+    found = sum(state.count(start.get(name, 0), end[name]) for name, state in states.items())
+    if (found, execution["interests"]) != (len(records), interests):
+        raise SystemExit(f"an execution was not of {len(records)} records and {interests} interests: {execution}")
+    return execution
 
 
-def _interests(spark: SparkSession, folder: Path, name: str, count: int) -> DataFrame:
-    kinds = max(TYPES, count // PER_TYPE)
-    columns = {
-        "of_kind": [f"concat('k', id % {kinds}) AS __kind"],
-        "near_place": [
-            f"concat('t', id % {TYPES}) AS __type", "60 + rand(5) AS __lat", "24 + 2 * rand(6) AS __lon",
-            "100 + 900 * rand(7) AS __metres",
-        ],
-        "near_user": ["concat('u', id) AS __user", "100 + 900 * rand(7) AS __metres"],
-    }  # fmt: skip
-    return _stored(spark, spark.range(count).selectExpr("concat('i', id) AS _interest", *columns[name]), folder)
+def records_of(count: int, interests: int, chance: random.Random) -> list[dict[str, Any]]:
+    """Return records for a query that has this many interests."""
+    kinds = _kinds(interests)
+    return [
+        {
+            "number": number, "kind": f"k{number % kinds}", "value": chance.random(), "type": f"t{number % TYPES}",
+            "text": TEXT, **_place(chance),
+        }
+        for number in range(count)
+    ]  # fmt: skip
 
 
-def _stored(spark: SparkSession, rows: DataFrame, folder: Path) -> DataFrame:
-    """Return rows that are read from files, as those of the data cluster are."""
-    rows.write.mode("overwrite").parquet(str(folder))
-    return spark.read.parquet(str(folder))
+def interests_of(name: str, count: int, chance: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of this many interests of a query, which are all different."""
+    for number in range(count):
+        metres = {"metres": 100 + 900 * chance.random()}
+        if name == "of_kind":
+            yield {"kind": f"k{number % _kinds(count)}", "value": VALUE_MAX * chance.random()}
+        elif name == "near_place":
+            yield {"type": f"t{number % TYPES}", **_place(chance), **metres}
+        else:
+            yield {"user": f"u{number}", **metres}
+
+
+def _kinds(interests: int) -> int:
+    return max(TYPES, interests // PER_KIND)
+
+
+def _place(chance: random.Random) -> dict[str, float]:
+    return {"lat": 60 + chance.random(), "lon": 24 + 2 * chance.random()}
 
 
 if __name__ == "__main__":

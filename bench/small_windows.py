@@ -11,33 +11,21 @@ hours before; the memory of the data cluster is shown, too.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
-from dynamoth.data.datasets import Dataset, read_dataset
-from dynamoth.data.executions import begin_progress_command, executions_server
+from bench.data_servers import DataCluster, DataServers
+from dynamoth.data.datasets import read_dataset
 from dynamoth.data.queries import read_query
-from dynamoth.data.records import append_records_command, partition_name, partition_of
-from dynamoth.data.registrations import register_command
-from dynamoth.edge.interests import query_interest
-from dynamoth.edge.log import log_server
 from dynamoth_analytics.cluster.archive import Archiver
-from dynamoth_analytics.cluster.servers import LogServers, read_servers
-from dynamoth_cli.local.child import Child, dynamoth_command
-from dynamoth_cli.local.cluster import environment_without_settings
-from dynamoth_cli.local.embedded import EmbeddedRedis
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from emergency.reports import TYPES
@@ -50,47 +38,36 @@ REPORTS_PER_S = 5
 TEXT = "x" * 300
 ARCHIVE_S = 30
 HOT_RECORDS = 1000
-RECORDS_AT_ONCE = 500
 ORDERS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """The executions of each query that are shown."""
 
 
-class Cluster:
-    """Two log servers with what the example has there."""
+class Example:
+    """Log servers with what the example has there."""
 
     def __init__(self, stack: ExitStack, users: int, seed: int) -> None:
-        redis = [stack.enter_context(EmbeddedRedis()) for _ in range(3)]
-        self.logs = " ".join(f"l{number}=redis://127.0.0.1:{each.port}" for number, each in enumerate(redis[:2], 1))
-        self.server_url = f"redis://127.0.0.1:{redis[2].port}"
-        self._servers: LogServers = read_servers(self.logs)
+        self.servers = DataServers(stack)
         self._random = random.Random(seed)
         self._town: Town = build_town(random.Random(f"{seed} town"))
         definitions = tomllib.loads(DEFINITIONS.read_text())
         self._datasets = {name: read_dataset(name, each) for name, each in definitions["datasets"].items()}
-        for name, dataset in self._datasets.items():
-            self._put(DATASETS_KEY, name, entry_of(dataset))
-        self.periods_s: dict[str, float] = {}
-        for name, each in definitions["queries"].items():
-            query = read_query(name, each)
-            self.periods_s[name] = query.period_s
-            begin = begin_progress_command(name, {"tick_ms": 0, "offsets": {}})
-            self._servers.run(executions_server(name, self._servers.ids), begin)
-            self._put(QUERIES_KEY, name, entry_of(query))
+        queries = [read_query(name, each) for name, each in definitions["queries"].items()]
+        self.servers.define(*self._datasets.values(), *queries)
         plans = plan_users(self._town, users, 120, seed)
         subscriptions = [each for plan in plans for each in plan.subscriptions]
-        interests = {
-            (own.query, each.id): each for own in subscriptions for each in [query_interest(own.query, own.params)]
-        }
-        for (name, id_), interest in interests.items():
-            command = register_command(name, [(id_, interest.params, 3600.0)])
-            self._servers.run(log_server(id_, self._servers.ids), command)
-        self.interests = len(interests)
+        #: How many queries and interests there are.
+        self.queries = len(queries)
+        self.interests = sum(
+            self.servers.register(query.name, [each.params for each in subscriptions if each.query == query.name])
+            for query in queries
+        )
         self._places = {plan.name: self._random.choice(self._town.squares) for plan in plans}
         self._reports = 0
 
     def fill_archive(self, folder: Path, hours: float) -> None:
         """Archive the records of some hours as they would have been, in a file of each partition each 30 s."""
-        archiver, catalog = Archiver(self._servers, folder / "archive", HOT_RECORDS), self._servers.catalog()
+        archiver = Archiver(self.servers.servers, folder / "data" / "archive", HOT_RECORDS)
+        catalog = self.servers.servers.catalog()
         for _ in range(round(hours * 3600 / ARCHIVE_S)):
             self.store(ARCHIVE_S)
             archiver.archive(catalog)
@@ -98,36 +75,16 @@ class Cluster:
     def store(self, seconds: int) -> None:
         """Store the records of some seconds."""
         now, choose = time.time(), self._random.choice
-        self._append(
-            "user_locations",
-            [{"user": user, "lat": at.lat, "lon": at.lon, "at": now} for user, at in self._places.items()] * seconds,
-        )
-        places = [choose(self._town.squares) for _ in range(REPORTS_PER_S * seconds)]
-        self._append(
-            "reports",
-            [
-                {"id": f"r{self._reports + number}", "type": choose(TYPES), "severity": 3, "lat": at.lat, "lon": at.lon}
-                | {"at": now, "reporter": "somebody", "text": TEXT}
-                for number, at in enumerate(places)
-            ],
-        )
-        self._reports += len(places)
-
-    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        dataset: Dataset = self._datasets[name]
-        by_partition: dict[int, list[tuple[bytes, str]]] = {}
-        for number, record in enumerate(records):
-            value, place, id_ = dataset.normalize(json.dumps(record).encode(), time.time())
-            by_partition.setdefault(partition_of(dataset, place, number), []).append((value, id_))
-        for partition, own in by_partition.items():
-            server = self._servers.server_of(partition_name(dataset.stream, partition))
-            for begin in range(0, len(own), RECORDS_AT_ONCE):
-                part, run_id = own[begin : begin + RECORDS_AT_ONCE], self._servers.run_id(server)
-                self._servers.run(server, append_records_command(dataset, partition, part, run_id))
-
-    def _put(self, key: bytes, name: str, entry: Any) -> None:
-        for id_ in self._servers.ids:
-            self._servers.run(id_, put_command(key, name, entry))
+        places = [{"user": user, "lat": at.lat, "lon": at.lon, "at": now} for user, at in self._places.items()]
+        self.servers.store(self._datasets["user_locations"], places * seconds)
+        squares = [choose(self._town.squares) for _ in range(REPORTS_PER_S * seconds)]
+        reports = [
+            {"id": f"r{self._reports + number}", "type": choose(TYPES), "severity": 3, "lat": at.lat, "lon": at.lon}
+            | {"at": now, "reporter": "somebody", "text": TEXT}
+            for number, at in enumerate(squares)
+        ]
+        self.servers.store(self._datasets["reports"], reports)
+        self._reports += len(squares)
 
 
 def main() -> int:
@@ -139,61 +96,35 @@ def main() -> int:
     arguments = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cluster = Cluster(stack, arguments.users, arguments.seed)
-        sys.stdout.write(f"{len(cluster.periods_s)} queries, {cluster.interests} interests\n")
+        example = Example(stack, arguments.users, arguments.seed)
+        sys.stdout.write(f"{example.queries} queries, {example.interests} interests\n")
         if arguments.archive_hours:
-            cluster.fill_archive(folder / "data", arguments.archive_hours)
+            example.fill_archive(folder, arguments.archive_hours)
             sys.stdout.write(f"the archive has {arguments.archive_hours:g} hours\n")
         for title in ("first start", "started again after a kill"):
-            before = len(list(_executions(folder)))
-            began = time.time()
-            _run(cluster, folder, arguments.seconds / 2)
-            _show(title, list(_executions(folder))[before:], began)
+            _run(title, example, folder, arguments.seconds / 2)
     return 0
 
 
-def _run(cluster: Cluster, folder: Path, seconds: float) -> None:
-    """Run a data cluster for a while, and kill it."""
-    file = folder / "dynamoth.toml"
-    values = {"logs": cluster.logs, "folder": str(folder / "data"), "master": "local[2]"}
-    lines = [f'{name} = "{value}"' for name, value in values.items()]
-    servers = f'[[cluster.servers]]\nid = "s1"\nurl = "{cluster.server_url}"\n'
-    file.write_text("\n".join([servers, "[data_cluster]", "http_port = 0", *lines, ""]))
-    command = dynamoth_command("data-cluster", "--config", str(file))
-    child = Child("data-cluster", command, environment=environment_without_settings())
-    child.start()
-    try:
+def _run(title: str, example: Example, folder: Path, seconds: float) -> None:
+    """Run a data cluster for a while, kill it, and print what it has executed."""
+    with ExitStack() as stack:
+        began = time.time()
+        cluster = DataCluster(stack, example.servers, folder)
+        before = len(cluster.executions())
         end = due = time.monotonic()
         end += seconds
+        memory: dict[str, float] = {}
         while due < end:
-            cluster.store(1)
+            example.store(1)
             due += 1.0
-            if child.wait(max(0.0, due - time.monotonic())):
-                raise child.failure()
-        sys.stdout.write("; ".join(_costs(child.pid)) + "\n")
-    finally:
-        child.kill()
-
-
-def _costs(pid: int) -> Iterator[str]:
-    """Yield what the data cluster and its Java have used so far."""
-    java = subprocess.run(["pgrep", "-P", str(pid), "java"], capture_output=True, text=True, check=True).stdout.split()[
-        0
-    ]
-    for name, each in (("data cluster", str(pid)), ("Java", java)):
-        status = Path(f"/proc/{each}/status").read_text()
-        [kib] = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
-        ticks = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[11:13]
-        cpu_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-        yield f"{name}: {int(kib) / 1024:.0f} MiB at most, {cpu_s:.0f} s of CPU"
-
-
-def _executions(folder: Path) -> Iterator[dict[str, Any]]:
-    """Return the journal of executions, in the order of their writing."""
-    lines = [
-        line for file in (folder / "data" / "executions").rglob("*.jsonl") for line in file.read_text().splitlines()
-    ]
-    yield from sorted((json.loads(line) for line in lines), key=lambda each: float(each["ended_ms"]))
+            cluster.wait(max(0.0, due - time.monotonic()))
+            memory = {name: max(memory.get(name, 0.0), mib) for name, mib in cluster.resident_mib().items()}
+        costs = (
+            f"{name}: {memory[name]:.0f} MiB at most, {used:.0f} s of CPU" for name, used in cluster.cpu_s().items()
+        )
+        sys.stdout.write("; ".join(costs) + "\n")
+        _show(title, cluster.executions()[before:], began)
 
 
 def _show(title: str, executions: Sequence[Mapping[str, Any]], began: float) -> None:
