@@ -1,4 +1,4 @@
-// One of the users: walks through the town, tells the broker where it is once a second, and shows what comes.
+// One of the users: walks through the town, sends its place to the broker once a second, and shows what comes.
 
 import { Dynamoth } from "./dynamoth.js";
 import { bounds, nearest, stepper, way } from "./walk.js";
@@ -142,19 +142,19 @@ client.addEventListener("moved", ({ detail }) => {
 });
 client.addEventListener("error", ({ detail }) => log(`${detail.code}: ${detail.message}`, "fault"));
 
-let is_telling = false;
+let is_sending = false;
 setInterval(async () => {
-    if (is_telling) return; // without a broker the latest place waits, and no older ones
-    is_telling = true;
+    if (is_sending) return; // without a broker the latest place waits, and no older ones
+    is_sending = true;
     const { lat, lon } = box.place(walk.at);
     const record = { user: account.user, lat, lon, at: Date.now() / 1000 };
     try {
         await client.publish("d:user_locations", JSON.stringify(record));
-        count("told");
+        count("sent");
     } catch (error) {
         log(`the place was not stored: ${error.message}`, "fault");
     }
-    is_telling = false;
+    is_sending = false;
 }, LOCATION_MS);
 
 // Subscriptions.
@@ -174,7 +174,7 @@ function show(query, publication) {
     if (result.dropped) return log(`${words(query)}: there is no such query any more`, "note");
     if (result.error) return log(`${words(query)}: ${result.error}`, "fault");
     for (const row of result.rows) {
-        if (query === "shelters_near_me") shelters.get(row.id)?.classList.add("told");
+        if (query === "shelters_near_me") shelters.get(row.id)?.classList.add("named");
         else if (row.lat !== undefined) showReport(row);
     }
     log(`${words(query)}: ${summary(query, result.rows)}`);
