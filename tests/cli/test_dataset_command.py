@@ -260,6 +260,8 @@ def test_a_static_dataset_is_replaced_as_a_whole_or_not_at_all(console: Console)
 
     assert "2 stored" in load("a,fire", "b,flood")
     assert ids() == ["a", "b"]
+    assert "have no records; nothing was loaded" in load(code=EXIT_REFUSED)
+    assert ids() == ["a", "b"]
     assert "1 stored" in load("c,fire")
     assert ids() == ["c"]
     assert "nothing was loaded" in load("d,fire", "e,fire,1", code=EXIT_REFUSED)
@@ -270,6 +272,20 @@ def test_a_static_dataset_is_replaced_as_a_whole_or_not_at_all(console: Console)
     server = partition_server(old, tuple(console.urls))
     assert 0 < console.execute(server, b"TTL", f"__dynamoth__:data:{{{old}}}:meta") <= 3600
     assert "unchanged, version 3" in console.set(), "its definition does not say how often it was loaded"
+
+
+def test_a_static_dataset_can_be_emptied(console: Console) -> None:
+    console.set()
+    assert "1 stored" in console.run("dataset", "load", "shelters", console.write(fire(1), "one.jsonl"))
+    assert "0 stored" in console.run("dataset", "load", "shelters", console.write("", "none.jsonl"), "--empty")
+    assert console.json("dataset", "show", "shelters")["stored"] == 0
+
+
+def test_files_of_programs_that_begin_them_with_a_mark_are_read(console: Console) -> None:
+    console.set()
+    csv = console.write("\ufeffid,type,size\na,fire,1\n", "some.csv")
+    jsonl = console.write("\ufeff" + fire(1), "some.jsonl")
+    assert "2 stored, 0 duplicates, 0 refused" in console.run("dataset", "load", "reports", csv, jsonl)
 
 
 def test_a_dropped_dataset_comes_back_without_former_records_or_not_at_all(console: Console) -> None:

@@ -261,8 +261,10 @@ def test_a_dropped_query_says_so_once_and_can_come_back(driver: SparkSession, wo
         until(lambda: runner.status.state == "running", runner)
         world.append(dataset, *reports("fire", "a"))
         until(lambda: runner.status.execution, runner)
+    logs = world.log_keys()
     for _ in range(2):
         end_dropped(context, "of_type")
+    assert world.log_keys() == logs, "nothing is published besides"
     assert world.log(interest)[-1] == {"query": "of_type", "version": 1, "dropped": True}
     assert len(world.log(interest)) == 2
     status = world.status("of_type")

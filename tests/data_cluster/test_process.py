@@ -12,7 +12,7 @@ from dynamoth.data.terms import TERM_KEY
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.process import DataClusterConfig, DataClusterProcess
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_daemon.exit_codes import EXIT_FAILED
+from dynamoth_daemon.exit_codes import EXIT_REFUSED
 from tests.data_cluster.world import POLL_S, TIMEOUT_S, World
 
 
@@ -62,5 +62,5 @@ def test_what_is_published_is_stored_by_the_data_cluster_in_charge_alone(
         world.servers.take_term("another one")
         return await running
 
-    assert asyncio.run(play()) == EXIT_FAILED
+    assert asyncio.run(play()) == EXIT_REFUSED
     assert ingests == ["begins behind a term", "ends"]

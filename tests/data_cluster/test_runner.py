@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
@@ -15,8 +16,10 @@ from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.archive import ArchivingFailed
 from dynamoth_analytics.cluster.failures import TakenOver
+from dynamoth_analytics.cluster.identity import IDENTITY_KEY, WrongFolder, check_identity
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
+from dynamoth_analytics.cluster.servers import read_servers
 from tests.data_cluster.world import STATIC, World, reports, until
 
 EXECUTIONS = "dynamoth_data_cluster_executions_total"
@@ -64,6 +67,26 @@ def test_what_runs_follows_the_catalog(driver: SparkSession, world: World) -> No
         assert len(world.log(interest)) == 3
         names = {family.name for family in collect(cluster)}
         assert {"dynamoth_data_cluster_queries", "dynamoth_data_cluster_overruns"} <= names
+
+
+def test_a_folder_of_other_log_servers_is_refused(world: World, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second, first):
+        folder.mkdir(exist_ok=True)
+        check_identity(world.servers, folder)
+    assert (first / "identity").read_text() == (second / "identity").read_text(), "it is that of the servers"
+    world.servers.run("l2", (b"DEL", IDENTITY_KEY))
+    check_identity(world.servers, first)
+    assert world.servers.run("l2", (b"GET", IDENTITY_KEY)), "a server that has lost all gets it again"
+    with World(tmp_path / "other") as other:
+        (tmp_path / "others").mkdir()
+        check_identity(other.servers, tmp_path / "others")
+        with pytest.raises(WrongFolder, match="has the files of other log servers"):
+            check_identity(other.servers, first)
+        mixed = read_servers(f"l1={dict(world.servers.urls)['l1']} l2={dict(other.servers.urls)['l2']}")
+        (tmp_path / "new").mkdir()
+        with pytest.raises(WrongFolder, match="log server l2 does not belong here: they are of several clusters"):
+            check_identity(mixed, tmp_path / "new")
 
 
 def test_a_static_dataset_that_is_loaded_again_is_seen_by_the_next_execution(

@@ -29,7 +29,7 @@ from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.data.records import append_records_command, finish_load_command, partition_keys, partition_name
 from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
-from dynamoth.edge.log import log_keys, log_server
+from dynamoth.edge.log import LOG_PREFIX, log_keys, log_server
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
 from dynamoth_analytics.cluster.publishing import close_publishers
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
@@ -140,6 +140,10 @@ class World:
         """Return the payloads of a log, in order."""
         entries = self.servers.run(self.server_of(interest), (b"XRANGE", log_keys(interest)[1], b"-", b"+"))
         return [json.loads(fields[1]) for _, fields in entries]
+
+    def log_keys(self) -> set[bytes]:
+        """Return the keys of all logs."""
+        return {key for id_ in self.servers.ids for key in self.servers.run(id_, (b"KEYS", LOG_PREFIX + b"*"))}
 
     def rows(self, interest: str) -> list[Any]:
         """Return the rows of the result sets of a log, in order."""

@@ -59,9 +59,8 @@ def _interests(context: ClusterContext, name: str) -> list[str]:
     for id_ in context.servers.ids:
         cursor = b"0"
         while True:
-            cursor, fields = context.servers.run(id_, (b"HSCAN", key, cursor, b"COUNT", SCAN_COUNT))
-            found += [each.decode() for each in fields]
+            cursor, pairs = context.servers.run(id_, (b"HSCAN", key, cursor, b"COUNT", SCAN_COUNT))
+            found += [each.decode() for each in pairs[::2]]  # fields and values take turns
             if int(cursor) == 0:
                 break
-            cursor = b"%d" % int(cursor)
     return [*dict.fromkeys(found)]  # a scan may give one twice

@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
 from dynamoth_analytics.cluster.failures import TakenOver, reason_of
+from dynamoth_analytics.cluster.identity import WrongFolder
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.metrics import collect, collect_ingest
 from dynamoth_analytics.cluster.runner import ClusterRunner
@@ -27,7 +28,7 @@ from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
 from dynamoth_analytics.session import check_session, open_session
 from dynamoth_daemon import metrics
-from dynamoth_daemon.exit_codes import EXIT_FAILED
+from dynamoth_daemon.exit_codes import EXIT_FAILED, EXIT_REFUSED
 from dynamoth_daemon.process import DaemonProcess
 from dynamoth_link.options import LinkOptions
 
@@ -182,11 +183,11 @@ class DataClusterProcess(DaemonProcess[Any]):
         while True:
             try:
                 await loop.run_in_executor(self._threads, work)
-            except (SparkFailed, TakenOver) as error:
+            except (SparkFailed, TakenOver, WrongFolder) as error:
                 if self._ingesting is not None:
                     self._ingesting.cancel()
                 self._log.write(logging.CRITICAL, "the data cluster ends", str(error))
-                self.end(EXIT_FAILED)
+                self.end(EXIT_FAILED if isinstance(error, SparkFailed) else EXIT_REFUSED)
                 return
             except Exception as error:  # of Spark, py4j and Arrow, too: the other queries go on
                 is_ours = isinstance(error, DynamothError | OSError)

@@ -23,6 +23,7 @@ from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
 from dynamoth_analytics.cluster.failures import Failures, TakenOver, reason_of
+from dynamoth_analytics.cluster.identity import check_identity
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
@@ -39,7 +40,7 @@ class ClusterRunner:
     """The queries of one data cluster. A query that fails does not hold up the others.
 
     Its methods are called in threads, each by one thread at a time. They raise LogServerFailed and OSError, and can be
-    called again then; SparkFailed and TakenOver are the end.
+    called again then; SparkFailed, TakenOver and WrongFolder are the end.
     """
 
     def __init__(
@@ -184,7 +185,11 @@ class ClusterRunner:
             raise SparkFailed(f"Spark has stopped, or its Java has died: {_AGAIN}")
 
     def _begin(self) -> ClusterContext:
-        """Take a term that is larger than those of all data clusters before this one."""
+        """Take a term that is larger than those of all data clusters before this one.
+
+        Raises WrongFolder where the folder belongs to other log servers.
+        """
+        check_identity(self._servers, self._folder)
         term = self.archiver.term = self._servers.take_term(self._owner)
         options = {"logs": self._logs, "archive": str(self._folder / "archive")}
         options["durable"] = str(self._servers.durable).lower()

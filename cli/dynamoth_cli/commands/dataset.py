@@ -64,6 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name in ("show", "load", "drop", "tail", "dead"):
         every[name].add_argument("name", metavar="NAME", help="of the dataset")
     every["load"].add_argument("files", metavar="FILE", nargs="+", help=".jsonl, .csv or .parquet")
+    every["load"].add_argument("--empty", action="store_true", help="of a static dataset: files may have no records")
     for name in ("tail", "dead"):
         every[name].add_argument("--last", type=int, default=20, metavar="N", help="how many (default %(default)s)")
     for each in every.values():
@@ -266,6 +267,8 @@ def _load_static(arguments: argparse.Namespace, before: Dataset) -> int:
                 raise ConfigError(f"{path}: record {number}: {error}; nothing was loaded") from error
             by_partition[partition_of(dataset, place, count)].append((value, ""))
             count += 1
+    if not count and not arguments.empty:
+        raise ConfigError("the files have no records; nothing was loaded: to empty the dataset, add --empty")
     for number, records in by_partition.items():
         if len(records) > dataset.waiting_max:
             raise ConfigError(

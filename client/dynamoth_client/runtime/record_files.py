@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +20,10 @@ def read_records(path: Path, dataset: Dataset) -> Iterator[bytes]:
         match path.suffix:
             case ".jsonl" | ".ndjson" | ".json":
                 with path.open("rb") as lines:
-                    yield from (line.strip() for line in lines if line.strip())
+                    texts = (line.removeprefix(BOM_UTF8).strip() for line in lines)
+                    yield from (text for text in texts if text)
             case ".csv":
-                with path.open(newline="", encoding="utf-8") as rows:
+                with path.open(newline="", encoding="utf-8-sig") as rows:
                     yield from (json.dumps(_typed(row, dataset)).encode() for row in csv.DictReader(rows))
             case ".parquet":
                 parquet: Any = import_module("pyarrow.parquet")

@@ -1,0 +1,55 @@
+"""Which log servers a folder belongs to: the archive and the checkpoints of others make no sense there.
+
+The first data cluster draws an identity for its log servers. Each of them has it, and so does the file ``identity`` of
+the folder. A server that has lost it gets it again; so does a new server, and a new folder.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from dynamoth.data.records import DATA_PREFIX
+from dynamoth.errors import ConfigError
+from dynamoth_analytics.cluster.batches import write_text
+from dynamoth_analytics.cluster.servers import LogServers
+
+IDENTITY_KEY = DATA_PREFIX + b"identity"
+"""String at every log server: the identity of all of them."""
+
+IDENTITY_SCRIPT = b"""local found = redis.call('GET', KEYS[1])
+if not found and ARGV[1] ~= '' then redis.call('SET', KEYS[1], ARGV[1]) end
+return found or ARGV[1]
+"""
+"""Gives a server an identity, unless it has one or this is empty; returns what it has."""
+
+
+class WrongFolder(ConfigError):
+    """Raised when a folder belongs to other log servers than those of the configuration."""
+
+
+def check_identity(servers: LogServers, folder: Path) -> None:
+    """Raise WrongFolder where a folder belongs to other log servers. Raises LogServerFailed and OSError, too.
+
+    A folder or a server without identity gets that of the others.
+    """
+    file = folder / "identity"
+    own = file.read_text().strip() if file.exists() else ""
+    known = {id_: _identity(servers, id_, "") for id_ in servers.ids}
+    identity = own or next(filter(None, known.values()), "") or secrets.token_hex(8)
+    for id_, found in known.items():
+        if (found or _identity(servers, id_, identity)) != identity:
+            what = f"the folder {folder} has the files of other log servers" if own else "they are of several clusters"
+            raise WrongFolder(
+                f"data_cluster.logs, data_cluster.folder: log server {id_} does not belong here: {what}. Name the right"
+                f" servers and folder, or a new folder; if these are the right ones, remove {file}, and the key"
+                f" {IDENTITY_KEY.decode()} at servers that were others'"
+            )
+    if not own:
+        write_text(file, identity + "\n")
+
+
+def _identity(servers: LogServers, server: str, new: str) -> str:
+    """Return the identity of a server, which is ``new`` where it has none."""
+    reply: bytes = servers.run(server, (b"EVAL", IDENTITY_SCRIPT, b"1", IDENTITY_KEY, new.encode()))
+    return reply.decode()
