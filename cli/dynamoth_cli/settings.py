@@ -18,7 +18,7 @@ from dynamoth_daemon.logs import configure_logging
 from dynamoth_link.options import LinkOptions
 from dynamoth_link.tls import TlsOptions
 from dynamoth_link.trust import Trust, parse_trusted_hosts, trust_in
-from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_server_url
+from dynamoth_link.urls import ClusterAddress, InvalidUrl, ServerAddress, parse_server_url
 
 _C = TypeVar("_C")
 
@@ -149,6 +149,24 @@ def link_options(
     except OSError as error:
         raise ConfigError(f"link.tls_*: the TLS files cannot be used: {error}: check certificate and key") from error
     return options
+
+
+def redis_py_tls(loaded: LoadedConfig) -> dict[str, str]:
+    """Return section ``[link]``'s TLS as arguments of redis-py, which can be options of a URL, too."""
+    link = loaded.config.link
+    files = {"ssl_ca_certs": link.tls_ca_file, "ssl_certfile": link.tls_cert_file, "ssl_keyfile": link.tls_key_file}
+    return {
+        **{name: file for name, file in files.items() if file},
+        "ssl_cert_reqs": "required" if link.tls_verify else "none",
+    }
+
+
+def cluster_url(loaded: LoadedConfig, link: LinkOptions) -> str:
+    """Return the URL of the cluster for a client, with the credentials and the TLS of section ``[link]``."""
+    servers = [parse_server_url(server.url) for server in cluster_servers(loaded)]
+    logged_in = tuple(server.with_credentials(link.username, link.password) for server in servers)
+    tls = tuple(redis_py_tls(loaded).items()) if logged_in[0].tls else ()
+    return ClusterAddress(logged_in, tls).url()
 
 
 def trust_of(loaded: LoadedConfig, *named: ServerAddress) -> Trust:

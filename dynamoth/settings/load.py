@@ -189,6 +189,7 @@ def _from_file(file: ConfigText) -> Iterable[_Given]:
 # Servers and rules: lists of tables. In flags and environment variables an item is NAME=VALUE.
 
 _CREDENTIALS = re.compile(r"(?<=://).*(?=@)", re.DOTALL)
+_PASSWORD = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]*@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +312,10 @@ def _format_setting(declared: Declared, value: Any, places: Mapping[str, str]) -
     place = places.get(declared.key, "default")
     if declared.setting.secret and value:
         return f"# {declared.name} = ***  # {place}; not shown"
-    return f"{declared.name} = {to_text(value, quoted=True)}  # {place}"
+    text = to_text(value, quoted=True)
+    if (shown := _PASSWORD.sub(r"\1:***@", text)) != text:
+        return f"# {declared.name} = {shown}  # {place}; passwords are not shown"
+    return f"{declared.name} = {text}  # {place}"
 
 
 def _format_servers(loaded: LoadedConfig) -> Iterable[str]:

@@ -138,7 +138,7 @@ def fill(disk: Path) -> Path:
 
 def test_the_archive_goes_on_when_there_is_room(driver: SparkSession, world: World, disk: Path) -> None:
     world.append(world.set_dataset(partitions=1), *reports("a", *"123"))
-    runner = ClusterRunner(driver, world.servers, world.logs, world.cluster_url, disk, 3600.0)
+    runner = ClusterRunner(driver, world.servers, world.cluster_url, disk, 3600.0)
 
     def is_full() -> list[float]:
         name = "dynamoth_data_cluster_archive_full"

@@ -50,9 +50,9 @@ def test_what_is_published_is_stored_by_the_data_cluster_in_charge_alone(
 
     async def play() -> int:
         config = DataClusterConfig(
-            cluster_url=world.cluster_url, logs=world.logs, folder=str(world.folder), http_port=0
+            cluster_url=world.cluster_url, servers=world.servers, folder=str(world.folder), http_port=0
         )
-        process = DataClusterProcess(config, world.servers, driver, world.folder, asyncio.Event())
+        process = DataClusterProcess(config, driver, world.folder, asyncio.Event())
         running = asyncio.create_task(process.run())
         await until(lambda: len(looks) >= 2)
         assert ingests == []

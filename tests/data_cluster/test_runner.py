@@ -27,7 +27,7 @@ EXECUTIONS = "dynamoth_data_cluster_executions_total"
 
 @contextmanager
 def data_cluster(driver: SparkSession, world: World) -> Generator[ClusterRunner]:
-    runner = ClusterRunner(driver, world.servers, world.logs, world.cluster_url, world.folder, 3600.0)
+    runner = ClusterRunner(driver, world.servers, world.cluster_url, world.folder, 3600.0)
     try:
         yield runner
     finally:

@@ -174,9 +174,7 @@ class World:
         folder = folder or self.folder
         snapshots = KeyedSnapshots(folder / "snapshots", options)
         small_windows = SmallWindows(self.servers, folder, snapshots)
-        return ClusterContext(
-            driver, self.servers, self.logs, self.cluster_url, folder, term, 3600.0, snapshots, small_windows
-        )
+        return ClusterContext(driver, self.servers, self.cluster_url, folder, term, 3600.0, snapshots, small_windows)
 
     def runner(self, context: ClusterContext, query: StandingQuery, *datasets: Dataset) -> QueryRunner:
         return QueryRunner(context, query, {each.name: each for each in datasets}, 0.0)

@@ -99,7 +99,6 @@ class ClusterContext:
 
     spark: SparkSession
     servers: LogServers
-    logs: str
     cluster_url: str
     folder: Path
     term: int
@@ -114,8 +113,7 @@ class ClusterContext:
     def source_options(self) -> dict[str, str]:
         """Return the options of the source for all datasets."""
         return {
-            "logs": self.logs,
-            "durable": str(self.servers.durable).lower(),
+            **self.servers.options(),
             "archive": str(self.folder / "archive"),
             "loads": str(self.folder / "static"),
         }

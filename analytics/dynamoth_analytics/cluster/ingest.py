@@ -29,6 +29,7 @@ from dynamoth.errors import DynamothError
 from dynamoth_client.asyncio import PubSub, Redis
 from dynamoth_client.asyncio import from_url as connect
 from dynamoth_client.datasets import DatasetFull, DatasetWriter, LogError, LogUnavailable, UnknownDataset
+from dynamoth_link.options import LinkOptions
 
 SOURCE = "publish"
 """Where dead letters say that their record came from."""
@@ -42,6 +43,8 @@ QUEUE_MAX = 65_536
 RETRY_S = 1.0
 """What was not stored is tried again this often."""
 
+DEFAULT_LINK = LinkOptions()
+
 _log = logging.getLogger("dynamoth.data-cluster")
 
 
@@ -51,15 +54,18 @@ class Ingest:
     Args:
         cluster_url: of the cluster on which applications publish.
         logs: the log servers, URLs by id.
+        link: the options of links to these.
         durable: whether these lose nothing when they restart.
 
     Raises ConfigError.
 
     """
 
-    def __init__(self, cluster_url: str, logs: Mapping[str, str], *, durable: bool = False) -> None:
+    def __init__(
+        self, cluster_url: str, logs: Mapping[str, str], link: LinkOptions = DEFAULT_LINK, *, durable: bool = False
+    ) -> None:
         self._cluster_url = cluster_url
-        self._writer = DatasetWriter(logs, durable=durable)
+        self._writer = DatasetWriter(logs, durable=durable, options=link)
         #: Records by outcome (stored, duplicate, refused, unknown), gaps, and the messages that these name as missing.
         self.counts: Counter[str] = Counter()
         #: The readers, by dataset.

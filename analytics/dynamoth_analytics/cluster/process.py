@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from dynamoth_analytics.cluster.identity import WrongFolder
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.metrics import collect, collect_ingest
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_analytics.cluster.servers import LogServers, read_servers
+from dynamoth_analytics.cluster.servers import LogServers
 from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
 from dynamoth_analytics.session import check_session, open_session
@@ -53,9 +53,18 @@ STOP_S = 7.0
 
 @dataclass(frozen=True, kw_only=True)
 class DataClusterConfig(DataClusterSettings):
-    """The configuration of a data cluster. ``cluster_url``: of the cluster through which brokers are notified."""
+    """The configuration of a data cluster.
+
+    Attributes:
+        cluster_url: of the cluster on which applications publish, and brokers are notified; with credentials and TLS.
+        servers: ``logs``, with credentials and TLS.
+        link: the options of links to these.
+
+    """
 
     cluster_url: str
+    servers: LogServers
+    link: LinkOptions = field(default_factory=LinkOptions)
 
 
 class _NoMachine:
@@ -76,7 +85,6 @@ def run(config: DataClusterConfig) -> int:
     Raises ConfigError (the folder, the log servers, no Java) and SparkFailed.
     """
     _silence_py4j()
-    servers = read_servers(config.logs, durable=config.log_durable)
     folder = _prepared(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")
     check_session(arguments)
@@ -86,7 +94,7 @@ def run(config: DataClusterConfig) -> int:
             spark.dataSource.register(DynamothSource)
             # Windows are small: each partition of a shuffle costs more than what is in it.
             spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
-            codes.append(asyncio.run(_run(config, servers, spark, folder)))
+            codes.append(asyncio.run(_run(config, spark, folder)))
     except (Py4JError, ConnectionError):
         if not codes:
             raise
@@ -115,23 +123,21 @@ def _prepared(folder: Path) -> Path:
     return folder
 
 
-async def _run(config: DataClusterConfig, servers: LogServers, spark: SparkSession, folder: Path) -> int:
-    return await DataClusterProcess(config, servers, spark, folder, asyncio.Event()).run()
+async def _run(config: DataClusterConfig, spark: SparkSession, folder: Path) -> int:
+    return await DataClusterProcess(config, spark, folder, asyncio.Event()).run()
 
 
 class DataClusterProcess(DaemonProcess[Any]):
     """One data cluster process: HTTP, signals, and the work of a ``ClusterRunner`` in threads."""
 
-    def __init__(
-        self, config: DataClusterConfig, servers: LogServers, spark: SparkSession, folder: Path, stop: asyncio.Event
-    ) -> None:
+    def __init__(self, config: DataClusterConfig, spark: SparkSession, folder: Path, stop: asyncio.Event) -> None:
         super().__init__("data-cluster", _NoMachine(), config, LinkOptions(), stop)
         self._config = config
         self._folder = folder
-        self._runner = ClusterRunner(spark, servers, config.logs, config.cluster_url, folder, config.log_ttl_s)
+        self._runner = ClusterRunner(spark, config.servers, config.cluster_url, folder, config.log_ttl_s)
         self._runner.archiver.hot_records = config.hot_records
         self._runner.archiver.keep_days = config.archive_keep_days
-        self._ingest = Ingest(config.cluster_url, dict(servers.urls), durable=config.log_durable)
+        self._ingest = Ingest(config.cluster_url, dict(config.servers.urls), config.link, durable=config.log_durable)
         #: Set when the runner has a term.
         self._begun = asyncio.Event()
         self._ingesting: asyncio.Future[None] | None = None

@@ -43,9 +43,7 @@ class ClusterRunner:
     called again then; SparkFailed, TakenOver and WrongFolder are the end.
     """
 
-    def __init__(
-        self, spark: SparkSession, servers: LogServers, logs: str, cluster_url: str, folder: Path, ttl_s: float
-    ) -> None:
+    def __init__(self, spark: SparkSession, servers: LogServers, cluster_url: str, folder: Path, ttl_s: float) -> None:
         self.archiver = Archiver(servers, folder / "archive", journal=folder / "executions")
         #: Called, in a thread, when it has a term.
         self.on_begun: Callable[[], Any] = lambda: None
@@ -56,7 +54,6 @@ class ClusterRunner:
         self._dataset_faults: Mapping[str, str] = {}
         self._spark = spark
         self._servers = servers
-        self._logs = logs
         self._cluster_url = cluster_url
         self._folder = folder
         self._ttl_s = ttl_s
@@ -191,12 +188,11 @@ class ClusterRunner:
         """
         check_identity(self._servers, self._folder)
         term = self.archiver.term = self._servers.take_term(self._owner)
-        options = {"logs": self._logs, "archive": str(self._folder / "archive")}
-        options["durable"] = str(self._servers.durable).lower()
+        options = {**self._servers.options(), "archive": str(self._folder / "archive")}
         snapshots = KeyedSnapshots(self._folder / "snapshots", options)
         _log.info("the data cluster begins, with term %d", term)
         return ClusterContext(
-            self._spark, self._servers, self._logs, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
+            self._spark, self._servers, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
             SmallWindows(self._servers, self._folder, snapshots),
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import redis
@@ -27,6 +28,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 
+TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
+"""Arguments of redis-py for ``rediss://`` servers, which are options of the source and of the sink, too."""
+
 
 class LogServerFailed(DynamothError):
     """Raised when a log server cannot be reached, or refuses a command."""
@@ -35,10 +39,11 @@ class LogServerFailed(DynamothError):
 
 
 @cache
-def _connections(url: str) -> redis.Redis:
+def _connections(url: str, tls: tuple[tuple[str, str], ...]) -> redis.Redis:
     """Return the connections of this process to a server."""
+    options: dict[str, Any] = dict(tls) if url.startswith("rediss://") else {}
     return redis.Redis.from_url(
-        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, health_check_interval=30
+        url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, health_check_interval=30, **options
     )
 
 
@@ -49,6 +54,13 @@ class LogServers:
     urls: tuple[tuple[str, str], ...]
     #: Whether they lose nothing when they restart.
     durable: bool = False
+    #: The ``TLS_OPTIONS`` that are given.
+    tls: tuple[tuple[str, str], ...] = ()
+
+    def options(self) -> dict[str, str]:
+        """Return the options of the source and of the sink that describe these servers."""
+        logs = " ".join(f"{id_}={url}" for id_, url in self.urls)
+        return {"logs": logs, "durable": str(self.durable).lower(), **dict(self.tls)}
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -141,17 +153,21 @@ class LogServers:
     def _try(self, server: str, execute: Callable[[redis.Redis], T]) -> T:
         url = dict(self.urls)[server]
         try:
-            return execute(_connections(url))
+            return execute(_connections(url, self.tls))
         except redis.exceptions.RedisError as error:
             raise LogServerFailed(f"log server {server} ({redact(url)}): {error}") from error
 
 
-def read_servers(text: str, *, durable: bool = False) -> LogServers:
-    """Read a list ``ID=URL ...``, as in ``data_cluster.logs``. Raises ConfigError."""
+def read_servers(text: str, *, durable: bool = False, options: Mapping[str, str] = MappingProxyType({})) -> LogServers:
+    """Read a list ``ID=URL ...``, as in ``data_cluster.logs``, and the ``TLS_OPTIONS`` among options.
+
+    Raises ConfigError.
+    """
     try:
         urls = {id_: address.url() for id_, address in parse_log_servers(text).items()}
     except InvalidUrl as error:
         raise ConfigError(f"logs: {error}") from error
     if not urls:
         raise ConfigError("logs: name the log servers of the brokers, as l1=redis://HOST:PORT")
-    return LogServers(tuple(urls.items()), durable)
+    tls = tuple((name, options[name]) for name in TLS_OPTIONS if name in options)
+    return LogServers(tuple(urls.items()), durable, tls)

@@ -163,7 +163,7 @@ def _sink(options: Mapping[str, str], schema: StructType) -> _Sink:
     log_options = LogOptions(
         int(options.get("retained", default.retained_min)), float(options.get("ttl_s", default.ttl_s)), is_durable
     )
-    servers = read_servers(logs, durable=is_durable) if logs else None
+    servers = read_servers(logs, durable=is_durable, options=options) if logs else None
     return _Sink(url, servers, ordered_by, log_options, int(options.get("term", "0")))
 
 

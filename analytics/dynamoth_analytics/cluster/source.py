@@ -121,7 +121,8 @@ class DynamothSource(DataSource):
         return "dynamoth"
 
     def _place(self) -> _Place:
-        servers = read_servers(self.options.get("logs", ""), durable=self.options.get("durable") == "true")
+        durable = self.options.get("durable") == "true"
+        servers = read_servers(self.options.get("logs", ""), durable=durable, options=self.options)
         name = self.options.get("dataset", "")
         dataset = servers.catalog().dataset(name)
         if dataset is None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ssl
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from cryptography import x509
@@ -25,10 +23,9 @@ from dynamoth_broker.process.handshake import PATH
 from dynamoth_broker.process.runtime import BrokerConfig
 from dynamoth_broker.process.runtime import run as run_broker
 from dynamoth_cli.commands.broker_orders import add_orders, run_order
-from dynamoth_cli.settings import add_settings, cluster_servers, link_options, run_daemon
+from dynamoth_cli.settings import add_settings, cluster_servers, cluster_url, link_options, run_daemon
 from dynamoth_client.asyncio import Redis
-from dynamoth_link.options import LinkOptions
-from dynamoth_link.urls import ClusterAddress, InvalidUrl, ServerAddress, parse_log_servers, parse_server_url
+from dynamoth_link.urls import InvalidUrl, ServerAddress, parse_log_servers
 
 CLIENT_NAME = "dynamoth-broker"
 
@@ -87,7 +84,7 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
     return BrokerConfig(
         **values_of(BrokerSettings, broker),
         options=options,
-        make_client=partial(_client, [parse_server_url(server.url) for server in servers], link, loaded),
+        make_client=partial(_client, cluster_url(loaded, link)),
         link=link,
         tls=_tls(loaded),
     )
@@ -152,17 +149,7 @@ def _tls(loaded: LoadedConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _client(servers: Sequence[ServerAddress], link: LinkOptions, loaded: LoadedConfig) -> Redis:
+def _client(url: str) -> Redis:
     """Return the broker's client of the cluster."""
-    logged_in = tuple(server.with_credentials(link.username, link.password) for server in servers)
-    tls: dict[str, Any] = {}
-    settings = loaded.config.link
-    if logged_in[0].tls:
-        tls = {
-            "ssl_ca_certs": settings.tls_ca_file or None,
-            "ssl_certfile": settings.tls_cert_file or None,
-            "ssl_keyfile": settings.tls_key_file or None,
-            "ssl_cert_reqs": "required" if settings.tls_verify else "none",
-        }
-    client: Redis = Redis.from_url(ClusterAddress(logged_in).url(), client_name=CLIENT_NAME, **tls)
+    client: Redis = Redis.from_url(url, client_name=CLIENT_NAME)
     return client

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 
+from dynamoth.errors import ConfigError
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import DataClusterSettings
 from dynamoth_analytics.cluster.process import DataClusterConfig
 from dynamoth_analytics.cluster.process import run as run_data_cluster
-from dynamoth_cli.settings import add_settings, cluster_servers, run_daemon
-from dynamoth_link.urls import ClusterAddress, parse_server_url
+from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_cli.settings import add_settings, cluster_url, link_options, redis_py_tls, run_daemon
+from dynamoth_link.urls import InvalidUrl, parse_log_servers
+
+CLIENT_NAME = "dynamoth-data-cluster"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +29,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def data_cluster_config(loaded: LoadedConfig) -> DataClusterConfig:
     """Return the configuration of a data cluster. Raises ConfigError."""
-    servers = tuple(parse_server_url(server.url) for server in cluster_servers(loaded))
-    url = ClusterAddress(servers).url()
-    return DataClusterConfig(**values_of(DataClusterSettings, loaded.config.data_cluster), cluster_url=url)
+    settings = loaded.config.data_cluster
+    try:
+        logs = parse_log_servers(settings.logs)
+    except InvalidUrl as error:
+        raise ConfigError(f"data_cluster.logs: {error} (from {loaded.places['data_cluster.logs']})") from error
+    if not logs:
+        raise ConfigError("data_cluster.logs: name the log servers of the brokers, as l1=redis://HOST:PORT")
+    if not settings.folder:
+        raise ConfigError("data_cluster.folder: name the folder in which archive, snapshots and checkpoints are kept")
+    link = link_options(loaded, CLIENT_NAME, tuple(logs.values()))
+    urls = ((id_, each.with_credentials(link.username, link.password).url()) for id_, each in logs.items())
+    return DataClusterConfig(
+        **values_of(DataClusterSettings, settings),
+        cluster_url=cluster_url(loaded, link),
+        servers=LogServers(tuple(urls), settings.log_durable, tuple(redis_py_tls(loaded).items())),
+        link=link,
+    )
