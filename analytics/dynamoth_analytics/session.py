@@ -40,6 +40,9 @@ SESSION_OPTIONS = {
     "spark.sql.sources.partitionColumnTypeInference.enabled": "false",
     # A figure that cannot be computed is unknown (null): one odd row does not end a report.
     "spark.sql.ansi.enabled": "false",
+    "spark.sql.mapKeyDedupPolicy": "LAST_WIN",
+    # Nothing in SQL stands for variables of the environment, which may be secrets.
+    "spark.sql.variable.substitute": "false",
     # A recorder may merge files while they are read.
     "spark.sql.files.ignoreMissingFiles": "true",
 }
@@ -56,6 +59,10 @@ LOCAL_OPTIONS = {
     "spark.driver.memory": DRIVER_MEMORY,
     "spark.sql.shuffle.partitions": "16",
     "spark.ui.enabled": "false",
+    # Nothing of it listens where others can reach it, and processes of this machine need a secret.
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.authenticate": "true",
 }
 
 LOCAL = "local[*]"

@@ -62,6 +62,18 @@ def java_of(child: Child) -> int:
     return int(found.stdout.split()[0])
 
 
+def listens_elsewhere(pid: int) -> list[str]:
+    """Return the addresses at which a process listens for other machines, as /proc has them."""
+    links = (os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink())
+    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    own = [line[1] for line in lines if len(line) > 9 and line[3] == "0A" and line[9] in sockets]
+    assert own, "Java listens for Python"
+    return [address for address in own if not address.partition(":")[0].endswith("0100007F")]
+
+
 def test_a_data_cluster_that_is_killed_again_and_again_publishes_each_execution_once(world: World) -> None:
     dataset = world.set_dataset()
     world.set_query()
@@ -90,6 +102,7 @@ def test_a_data_cluster_that_is_killed_again_and_again_publishes_each_execution_
     assert not _is_done(world)
     with daemon(world) as child:
         until(child, lambda: all(len(world.ids(interests[each])) == 2 for each in TYPES))
+        assert listens_elsewhere(java_of(child)) == []
         # Its Java dies: the daemon ends, so that it is started again.
         until(child, lambda: _is_done(world))
         os.kill(java_of(child), signal.SIGKILL)

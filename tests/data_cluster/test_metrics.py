@@ -19,9 +19,8 @@ from tests.compose.metric_series import series_of
 
 
 def test_alerts_ask_for_metrics_that_there_are(tmp_path: Path) -> None:
-    logs = "l1=redis://127.0.0.1:1"
     no_spark = cast("Any", None)  # it has not begun, and executes nothing
-    runner = ClusterRunner(no_spark, read_servers(logs), logs, "dynamoth://127.0.0.1:1", tmp_path, 60.0)
+    runner = ClusterRunner(no_spark, read_servers("l1=redis://127.0.0.1:1"), "dynamoth://127.0.0.1:1", tmp_path, 60.0)
 
     def collected() -> Iterator[Metric]:
         yield from collect(runner)

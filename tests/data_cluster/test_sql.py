@@ -334,6 +334,57 @@ def test_aggregates_are_those_of_spark(spark: SparkSession) -> None:
     assert found - {"any"} <= AGGREGATES
 
 
+@pytest.mark.parametrize(
+    ("expression", "good", "bad"),
+    [
+        ("r.id + :n", 6, None),
+        ("r.id - :n - :n", 3, None),
+        ("r.id * :n", 5, None),
+        ("-(:n - 2)", 1, -(2**63) + 3),
+        ("sum(:n * r.id) OVER ()", 5, None),
+        ("r.id DIV (:n - 1)", None, 0),
+        ("CAST(:n * 1e10 AS BIGINT)", 10**10, None),
+        ("CAST(:n AS INT)", 1, None),
+        ("CAST(r.type AS INT)", None, None),
+        ("bigint(:n * 1e10)", 10**10, None),
+        ("'a' LIKE concat('a', if(:n > 1, char(92), ''))", True, True),
+        ("'a%' LIKE concat('_', if(:n > 1, concat(char(92), '%'), '_'))", True, True),
+        ("concat('a', char(92)) LIKE concat('a', char(92), char(92))", True, True),
+        ("cast(parse_json(if(:n > 1, '{', '1')) AS INT)", 1, None),
+        ("to_json(map(:n, 1, 1, 2))", '{"1":2}', f'{{"{2**63 - 1}":1,"1":2}}'),
+    ],
+)
+def test_what_cannot_be_computed_is_null_for_its_interest_alone(
+    expression: str, good: Any, bad: Any, spark: SparkSession, views: dict[str, DataFrame]
+) -> None:
+    sql = f"SELECT {expression} AS found FROM reports r WHERE r.id IN (5, if(:n > 0, 5, 6))"
+    query = read_query("q", {"on": "reports", "period_s": 10, **query_of(sql, n="int")})
+    table = spark.createDataFrame([("good", 1), ("bad", 2**63 - 1)], interest_schema(query))
+    rows = compile_query(query, DATASETS).run(spark, views, table, 0).collect()
+    assert {row["interest"]: json.loads(row["result"])[0].get("found") for row in rows} == {"good": good, "bad": bad}
+
+
+def test_sums_that_are_too_large_are_null(spark: SparkSession, views: dict[str, DataFrame]) -> None:
+    sql = "SELECT sum(:n) AS s, count(*) AS c FROM reports r WHERE r.id < 2"
+    query = read_query("q", {"on": "reports", "period_s": 10, **query_of(sql, n="int")})
+    table = spark.createDataFrame([("good", 1), ("bad", 2**63 - 1)], interest_schema(query))
+    rows = compile_query(query, DATASETS).run(spark, views, table, 0).collect()
+    assert {row["interest"]: json.loads(row["result"]) for row in rows} == {
+        "good": [{"s": 2, "c": 2}],
+        "bad": [{"c": 2}],
+    }
+
+
+def test_no_variable_stands_for_a_secret(spark: SparkSession, views: dict[str, DataFrame]) -> None:
+    sql = (
+        "SELECT '${env:PATH}' AS a, '${system:java.home}' AS b, '${spark.app.name}' AS c FROM reports r WHERE r.id = :n"
+    )
+    query = read_query("q", {"on": "reports", "period_s": 10, **query_of(sql, n="int")})
+    table = spark.createDataFrame([("i", 1)], interest_schema(query))
+    [row] = compile_query(query, DATASETS).run(spark, views, table, 0).collect()
+    assert json.loads(row["result"]) == [{"a": "${env:PATH}", "b": "${system:java.home}", "c": "${spark.app.name}"}]
+
+
 def test_equal_executions_have_equal_results(spark: SparkSession, views: dict[str, DataFrame]) -> None:
     query = read_query("q", {"on": "reports", "period_s": 10, **QUERIES["equality"]})
     table = spark.createDataFrame([("i", "t1")], interest_schema(query))
@@ -375,6 +426,10 @@ REFUSED = [
     ("SELECT r.id FROM reports r, reports q WHERE r.type = :type AND near(r.x, r.y, q.x, q.y, q.n)", "min and max"),
     ("SELECT id, uniform(1, 9) AS x FROM reports WHERE type = :type", "before the record is stored"),
     ("SELECT id, raise_error('x') AS x FROM reports WHERE type = :type", "for all users"),
+    ("SELECT id, xpath_int(type, 'a') AS x FROM reports WHERE type = :type", "for all users"),
+    ("SELECT id FROM reports WHERE type RLIKE :type", "rlike() fails for some values, for all users"),
+    ("SELECT id FROM reports WHERE regexp_replace(type, :type, '') = ''", "regexp_replace() fails for some values"),
+    ("SELECT id, split_part(type, 'a', n) AS x FROM reports WHERE type = :type", "write a literal"),
     ("SELECT id, unix_timestamp() AS x FROM reports WHERE type = :type", "execution_time"),
     ("SELECT id FROM reports TABLESAMPLE (50 PERCENT) WHERE type = :type", "TABLESAMPLE takes other rows"),
     ("SELECT r.id FROM (SELECT id, type FROM reports LIMIT 3) r WHERE r.type = :type", "without an ORDER BY"),

@@ -27,6 +27,7 @@ from dynamoth_analytics.cluster.schema import (
     view_columns,
 )
 from dynamoth_analytics.cluster.statement import read_statement, refusal
+from dynamoth_analytics.cluster.values import give_null_for_wrong
 
 
 class Ordering(NamedTuple):
@@ -67,6 +68,7 @@ class Compiler:
         self._check_names()
         self._take_order()
         self._add_interest()
+        give_null_for_wrong(self.query, self.tree)
         self.exact_tree = self.tree.copy()
         NearJoins(self.query, self.exact_tree).replace_exactly()
         joins = NearJoins(self.query, self.tree, self.warnings)

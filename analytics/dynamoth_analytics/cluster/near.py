@@ -47,7 +47,7 @@ class NearJoins:
 
     def replace_exactly(self) -> None:
         """Replace all calls by the exact distance alone. Raises ConfigError."""
-        for call in [each for each in self.tree.find_all(exp.Anonymous) if _is_near(each)]:
+        for call in [each for each in self.tree.find_all(exp.Anonymous) if is_near(each)]:
             call.replace(self._exact(call))
 
     def replace(self) -> None:
@@ -57,7 +57,7 @@ class NearJoins:
             self._replace_in(join.args.get("on"), right)
         where = self.tree.args.get("where")
         self._replace_in(None if where is None else where.this, None)
-        for call in [each for each in self.tree.find_all(exp.Anonymous) if _is_near(each)]:
+        for call in [each for each in self.tree.find_all(exp.Anonymous) if is_near(each)]:
             tables = {column.table for column in call.find_all(exp.Column)}
             if len(tables) > 1:
                 self.warnings.append(
@@ -67,7 +67,7 @@ class NearJoins:
 
     def _replace_in(self, condition: exp.Expression | None, right: str | None) -> None:
         for part in list(conjuncts(condition)):
-            if isinstance(part, exp.Anonymous) and _is_near(part):
+            if isinstance(part, exp.Anonymous) and is_near(part):
                 link, exact = self._link(part, right), self._exact(part)
                 part.replace(exact if link is None else exp.and_(link, exact))
 
@@ -209,7 +209,8 @@ def column_of(table: str, name: str) -> exp.Column:
     return exp.column(exp.to_identifier(name, quoted=True), exp.to_identifier(table, quoted=True))
 
 
-def _is_near(call: exp.Anonymous) -> bool:
+def is_near(call: exp.Anonymous) -> bool:
+    """Tell whether a call is one of ``NEAR``."""
     return call.name.lower() in NEAR
 
 
