@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,13 @@ def java_of(child: Child) -> int:
 
 def listens_elsewhere(pid: int) -> list[str]:
     """Return the addresses at which a process listens for other machines, as /proc has them."""
-    links = (os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink())
-    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
-    ]
-    own = [line[1] for line in lines if len(line) > 9 and line[3] == "0A" and line[9] in sockets]
+    sockets = set[str]()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it is closed meanwhile
+            sockets.add(os.readlink(each).removeprefix("socket:[").rstrip("]"))
+    tables = (Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables for line in table]
+    own = [line[1] for line in lines if line[3] == "0A" and line[9] in sockets]
     assert own, "Java listens for Python"
     return [address for address in own if not address.partition(":")[0].endswith("0100007F")]
 
