@@ -64,6 +64,10 @@ def _ratio(load: str) -> Callable[[Results], float]:
     return lambda results: float(results[load]["ratio"])
 
 
+def _seconds(query: str) -> Callable[[Results], float]:
+    return lambda results: float(results["seconds"][query])
+
+
 def _against(system: str) -> Callable[[Results], float]:
     """Return how to find the players of Dynamoth, against those of another system; 0 when that held none."""
     return lambda results: float(results["ratios"][f"dynamoth/{system}"] or 0.0)
@@ -246,6 +250,33 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "bench.bad",
         ("--figure", "14", "--quick", "--results", "{file}.runs"),
         (Figure("figure 14 of BAD, 2 seeds of 10: checks missed: 0", _sum("missed"), at_most(0)),),
+    ),
+    "data-cluster": Benchmark(
+        "bench.data_cluster",
+        (),
+        tuple(
+            Figure(
+                f"an execution for 100,000 interests and 10,000 records, {words}: at most 10 s",
+                _seconds(query),
+                at_most(10),
+            )
+            for query, words in (
+                ("of_kind", "by kind"),
+                ("near_place", "near a place"),
+                ("near_user", "near the user"),
+            )
+        ),
+    ),
+    "data-users": Benchmark(
+        "bench.data_users",
+        (),
+        (
+            Figure(
+                "10 times the users with the same interests: an execution takes at most 1.1 times",
+                _sum("ratio"),
+                at_most(1.1),
+            ),
+        ),
     ),
     "bad-12": Benchmark(
         "bench.bad",
