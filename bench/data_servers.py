@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.processors import cpu_s, resident_mib
+from bench.servers import store_plan
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.executions import begin_progress_command, executions_server
@@ -36,13 +37,14 @@ JOURNAL_POLL_S = 0.1
 
 
 class DataServers:
-    """Log servers, and one server of the cluster. They end when ``stack`` is closed."""
+    """Log servers, and one server of the cluster, which has a plan. They end when ``stack`` is closed."""
 
     def __init__(self, stack: ExitStack, logs: int = 2) -> None:
         redis = [stack.enter_context(EmbeddedRedis()) for _ in range(logs + 1)]
         self.logs = " ".join(f"l{number}=redis://127.0.0.1:{each.port}" for number, each in enumerate(redis[1:], 1))
         self.cluster_url = f"redis://127.0.0.1:{redis[0].port}"
         self.servers: LogServers = read_servers(self.logs)
+        store_plan(redis[0])
 
     def define(self, *definitions: Dataset | StandingQuery) -> None:
         """Register datasets and queries; a query is about the records that are stored from then on."""

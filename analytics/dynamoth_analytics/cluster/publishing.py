@@ -13,7 +13,9 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,9 @@ APPENDS_PER_COMMAND = 200
 """Result sets of one command: a log server executes nothing else meanwhile, a few milliseconds."""
 
 COMMAND_BYTES_MAX = 1_000_000
+
+PUBLISHED_TOGETHER = 8
+"""Commands whose result sets are published while the next ones are appended, at most."""
 
 RETRY_S = 0.5
 RETRY_S_MAX = 30.0
@@ -91,17 +96,21 @@ class Publication:
         """
         by_server: dict[str, list[tuple[str, bytes]]] = {id_: [] for id_ in self.servers.ids}
         sizes = dict.fromkeys(by_server, 0)
+        published = deque[Future[int]]()
         for interest, payload in payloads:
             counts["bytes"] += len(payload)
             server = log_server(interest, self.servers.ids)
             by_server[server].append((interest, payload))
             sizes[server] += len(payload)
             if len(by_server[server]) >= APPENDS_PER_COMMAND or sizes[server] >= COMMAND_BYTES_MAX:
-                self._publish(server, by_server[server], counts)
+                published.append(self._publish(server, by_server[server], counts))
                 by_server[server], sizes[server] = [], 0
+                if len(published) > PUBLISHED_TOGETHER:
+                    counts["unpublished"] += published.popleft().result()
         for server, waiting in by_server.items():
             if waiting:
-                self._publish(server, waiting, counts)
+                published.append(self._publish(server, waiting, counts))
+        counts["unpublished"] += sum(each.result() for each in published)
 
     def _payload(self, rows: int, result: str, counts: dict[str, int]) -> bytes:
         payload = result_payload(self.query, self.version, self.execution, self.tick_ms, result)
@@ -113,8 +122,8 @@ class Publication:
             self.query, self.version, self.execution, self.tick_ms, rows, size, self.result_bytes_max
         )
 
-    def _publish(self, server: str, results: Sequence[tuple[str, bytes]], counts: dict[str, int]) -> None:
-        """Append to the logs of one server, and publish what was appended."""
+    def _publish(self, server: str, results: Sequence[tuple[str, bytes]], counts: dict[str, int]) -> Future[int]:
+        """Append to the logs of one server, and begin to publish what was appended; the future is as ``publish``'s."""
         appended = self._append(server, results)
         messages: list[tuple[bytes, bytes]] = []
         for (interest, payload), place in zip(results, appended, strict=True):
@@ -125,7 +134,7 @@ class Publication:
             inline = payload if len(payload) <= self.inline_bytes_max else None
             publication = LoggedPublication(place.epoch, place.offset, inline)
             messages.append((LOG_CHANNEL_PREFIX + interest.encode(), pack_publication(publication)))
-        counts["unpublished"] += _publisher(self.cluster_url).publish(messages)
+        return _publisher(self.cluster_url).publish(messages)
 
     def _append(self, server: str, results: Sequence[tuple[str, bytes]]) -> list[Appended]:
         """Append to the logs of one server, again and again until it answers or the time is over."""
@@ -155,9 +164,9 @@ class _Publisher:
         self._thread = threading.Thread(target=self._loop.run_forever, name="dynamoth publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, messages: Sequence[tuple[bytes, bytes]]) -> int:
-        """Publish; return how many could not be: brokers find those when they compare the ends of logs."""
-        return asyncio.run_coroutine_threadsafe(self._publish(messages), self._loop).result()
+    def publish(self, messages: Sequence[tuple[bytes, bytes]]) -> Future[int]:
+        """Publish; the future gets how many could not be: brokers find those when they compare the ends of logs."""
+        return asyncio.run_coroutine_threadsafe(self._publish(messages), self._loop)
 
     def close(self) -> None:
         """End the client and its thread."""
@@ -201,7 +210,7 @@ def _publisher(url: str) -> _Publisher:
 
 def publish_messages(url: str, messages: Sequence[tuple[bytes, bytes]]) -> int:
     """Publish channels and payloads by this process's client of a cluster; return how many could not be."""
-    return _publisher(url).publish(messages)
+    return _publisher(url).publish(messages).result()
 
 
 def close_publishers() -> None:
