@@ -24,10 +24,19 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_names
-from dynamoth_analytics.cluster.batches import ARRIVED, OFFSET, PARTITION, make_folder, sync_folder, write_text
+from dynamoth_analytics.cluster.batches import (
+    ARRIVED,
+    OFFSET,
+    PARTITION,
+    make_folder,
+    record_schema,
+    sync_folder,
+    write_text,
+)
 from dynamoth_analytics.files import parquet
 
 BASES_KEPT = 3
@@ -49,6 +58,10 @@ class Base:
     offsets: Mapping[str, int]
     keys: int
     age_s: float
+
+    def is_of(self, offsets: Mapping[str, int]) -> bool:
+        """Tell whether it is the snapshot as of these offsets of all partitions."""
+        return all(self.offsets.get(name, 0) == offset for name, offset in offsets.items())
 
     def is_at_most(self, offsets: Mapping[str, int]) -> bool:
         """Tell whether a snapshot as of these offsets can begin with it."""
@@ -75,6 +88,10 @@ class KeyedSnapshots:
         self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
     ) -> DataFrame:
         base = self.base_of(dataset, offsets)
+        if base is not None and base.is_of({name: offsets.get(name, 0) for name in partition_names(dataset)}):
+            schema = from_arrow_schema(record_schema(dataset))  # a field may be newer than the base
+            found: DataFrame = spark.read.schema(schema).parquet(str(base.folder / "rows"))
+            return found
         start = base.offsets if base else dict[str, int]()
         reader: Any = spark.read.format("dynamoth").options(**options).option("dataset", dataset.name)
         rows: DataFrame = reader.option("start", _json(start)).option("end", _json(offsets)).load()
