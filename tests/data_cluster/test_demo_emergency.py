@@ -17,7 +17,7 @@ from tests.user.chromium import Browser, Page, browser
 
 __all__ = ["browser"]  # a fixture
 
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 POLL_S = 0.2
 
 SUBSCRIBE_JS = """(() => {

@@ -16,6 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -206,13 +207,9 @@ class EmbeddedRedis:
 
     def _new_port(self) -> int:
         """Return a free port that stays this server's, also while it is down."""
-        reserved = reserve_port()
-        port: int = reserved.getsockname()[1]
-        if sys.platform == "linux":
-            weakref.finalize(self, reserved.close)
-        else:  # elsewhere the server itself could not listen there
-            reserved.close()
-        return port
+        stack = ExitStack()
+        weakref.finalize(self, stack.close)
+        return keep_port(stack)
 
     def _wait_until_ready(self, child: Child) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -255,6 +252,18 @@ def reserve_port() -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((_HOST, 0))
     return reserved
+
+
+def keep_port(stack: ExitStack) -> int:
+    """Return a free port that stays free until the end of ``stack``: servers that set SO_REUSEADDR can listen there.
+
+    On other systems than Linux these could not listen there either, so that somebody else may take it.
+    """
+    reserved = stack.enter_context(reserve_port())
+    port: int = reserved.getsockname()[1]
+    if sys.platform != "linux":
+        reserved.close()
+    return port
 
 
 def _encode(words: tuple[str, ...]) -> bytes:

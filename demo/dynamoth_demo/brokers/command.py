@@ -31,7 +31,7 @@ import dynamoth_user
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.child import Child, interrupted_by_signals
 from dynamoth_cli.local.cluster import LocalCluster
-from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
+from dynamoth_cli.local.embedded import EmbeddedRedis, keep_port
 from dynamoth_cli.numbers import count_up_to
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from dynamoth_demo.brokers.users import UsersOptions
@@ -144,18 +144,13 @@ class _Demo:
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamoth-demo-")))
         self._cluster = stack.enter_context(LocalCluster(SERVERS, settings=SETTINGS))
         self._logs = [stack.enter_context(EmbeddedRedis()) for _ in range(LOGS)]
-        self._ports = [self._free_port() for _ in BROKERS]
+        self._ports = [keep_port(stack) for _ in BROKERS]
         self._secret = os.urandom(32)
         self._brokers = {id_: self._broker(id_) for id_ in BROKERS}
         self._coordinator = self._cluster.beside("coordinator", "coordinator")
         stack.callback(self._coordinator.stop)
         self._workers: list[_Workers] = []
         self._latencies = LatencyCounts()
-
-    def _free_port(self) -> int:
-        with reserve_port() as reserved:
-            port: int = reserved.getsockname()[1]
-            return port
 
     def _url(self, id_: str) -> str:
         return f"ws://127.0.0.1:{self._ports[BROKERS.index(id_)]}/connect"

@@ -25,9 +25,11 @@ import dynamoth_demo
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.session import check_java
 from dynamoth_cli.local.child import Child, interrupted_by_signals
+from dynamoth_cli.local.embedded import keep_port
 from dynamoth_cli.numbers import count_up_to
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from dynamoth_demo.emergency.servers import DemoFailed, Servers, application_environment, free_port, wait_started
+from dynamoth_demo.emergency.play import Play, advice, say
+from dynamoth_demo.emergency.servers import END_TIMEOUT_S, DemoFailed, Servers, TooSlow, application_environment
 
 USERS, USERS_MAX = 400, 20_000
 BROKERS, BROKERS_MAX = 5, 20
@@ -37,21 +39,10 @@ USERS_PER_PROCESS = 100
 HURRIED = Path(__file__).with_name("hurried.toml")
 HURRIED_QUERY = "report_counts_hurried"
 
-KILLS_AT = (0.35, 0.65)
-DRAIN_AT = 0.5
-"""When things happen, as parts of the run."""
-
-CATCH_UP_S = 180.0
-"""Longest time until every report has been in an execution of each query: six periods of the slowest ones."""
-
 QUIET_S = 7.0
 """Users have got everything when nothing has come for this time: brokers have compared the ends of logs by then."""
 
 ARRIVAL_TIMEOUT_S = 60.0
-MIDDLE_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 60.0
-SHOW_S = 5.0
-POLL_S = 0.02
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--brokers", type=count_up_to(BROKERS_MAX), default=BROKERS, metavar="N", help="(default %(default)s)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, metavar="M", help="how long it goes on (default %(default)g)"
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        metavar="M",
+        help="how long it goes on (default %(default)g), and longer on a slow machine",
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the town and of all that happens")
     parser.add_argument(
@@ -85,7 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
                 else:
                     folder = arguments.keep.resolve()
                     folder.mkdir(parents=True)
-                return _Demo(arguments, stack, folder).run()
+                try:
+                    return _Demo(arguments, stack, folder).run()
+                except TooSlow as error:
+                    log = str(folder / "logs" / "data-cluster.log") if arguments.keep else None
+                    raise TooSlow(f"{error}; {advice(log)}") from error
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
 
@@ -129,14 +128,12 @@ class _Demo:
         self._keys = folder / "keys.json"
         self._shelters = folder / "shelters.jsonl"
         self._prepare()
-        self._page_port = free_port()
+        self._page_port = keep_port(stack)
         self._servers = Servers(stack, folder, self._keys, arguments.brokers, f"http://127.0.0.1:{self._page_port}")
         self._citizens: list[_Citizens] = []
         self._begin_s = 0.0
-        #: When the data cluster did not run, or caught up after that: begin and end, in s since 1970.
-        self._outages: list[tuple[float, float]] = []
-        #: When it was killed last, and where the reports ended then; None: it has caught up since.
-        self._killed: tuple[float, dict[str, int]] | None = None
+        middle = [HURRIED_QUERY, "reports_of_type"]
+        self._play = Play(self._servers, self._queries, self._partitions, middle, self._show)
 
     def _prepare(self) -> None:
         """Make keys and shelters."""
@@ -159,13 +156,13 @@ class _Demo:
 
     def run(self) -> int:
         """Play it, and judge."""
-        _say("starting servers, brokers and Spark")
+        say("starting servers, brokers and Spark")
         self._servers.start(self._definitions, self._shelters)
         self._start_page()
         reporters = self._start_application()
-        self._play()
+        self._play.run(self._length_s)
         self._end(reporters, "the reporters")
-        self._catch_up()
+        self._play.catch_up()
         self._wait_quiet()
         moved = self._sum("moved")
         for each in self._citizens:
@@ -182,7 +179,7 @@ class _Demo:
         url = page.stdout.readline().decode().strip()
         if not url:
             raise page.failure()
-        _say(f"to be one of the users, open in a browser:\n  {url}")
+        say(f"to be one of the users, open in a browser:\n  {url}")
 
     def _start_application(self) -> Child:
         arguments, length_s = self._arguments, self._length_s
@@ -212,54 +209,8 @@ class _Demo:
     def _length_s(self) -> float:
         return 60.0 * float(self._arguments.minutes)
 
-    def _play(self) -> None:
-        """Kill the data cluster, drain a broker and bring it back, and kill the data cluster during an execution."""
-        self._wait_until(KILLS_AT[0])
-        _say("the data cluster is killed, and started again")
-        self._restart_data_cluster()
-        self._wait_until(DRAIN_AT)
-        _say("b2 is drained: it moves its users, and ends; then it comes back")
-        self._servers.brokers["b2"].stop(END_TIMEOUT_S)
-        self._servers.brokers["b2"].start()
-        wait_started(self._servers.brokers["b2"])
-        self._wait_until(KILLS_AT[1])
-        wait_started(self._servers.data_cluster)
-        self._wait_for_execution()
-        self._restart_data_cluster()
-        self._wait_until(1.0)
-
-    def _restart_data_cluster(self) -> None:
-        self._note_recovery()
-        self._killed = self._killed or (time.time(), self._servers.tips(self._partitions))
-        self._servers.data_cluster.kill()
-        self._servers.data_cluster.start()
-
-    def _wait_for_execution(self) -> None:
-        """Wait for the middle of an execution."""
-        end = time.monotonic() + MIDDLE_TIMEOUT_S
-        while time.monotonic() < end:
-            if self._servers.is_executing(HURRIED_QUERY) or self._servers.is_executing("reports_of_type"):
-                _say("the data cluster is killed in the middle of an execution, and started again")
-                return
-            time.sleep(POLL_S)
-        raise DemoFailed(f"there was no execution within {MIDDLE_TIMEOUT_S:g} s")
-
-    def _wait_until(self, part: float) -> None:
-        """Wait until a part of the run is over, and show what goes on."""
-        end = self._begin_s + part * self._length_s
-        while (left_s := end - time.monotonic()) > 0:
-            time.sleep(min(SHOW_S, left_s))
-            self._show()
-
-    def _note_recovery(self) -> None:
-        """Note when every query has executed what there was when the data cluster was killed."""
-        if self._killed is not None and not any(self._servers.behind(self._queries, self._killed[1])):
-            self._outages.append((self._killed[0], time.time()))
-            self._killed = None
-
     def _show(self) -> None:
         self._servers.check()
-        self._note_recovery()
         for each in self._citizens:
             if each.child.ended_by_itself:
                 raise each.child.failure()
@@ -268,7 +219,7 @@ class _Demo:
             where.update(each.stats.get("where", {}))
         places = ", ".join(f"{broker or 'nowhere'} {where[broker]}" for broker in sorted(where))
         done = f"delivered {self._sum('delivered'):,}; moved {self._sum('moved')}; gaps {self._sum('gaps')}"
-        _say(f"{time.monotonic() - self._begin_s:5.0f} s  users: {places}; {done}")
+        say(f"{time.monotonic() - self._begin_s:5.0f} s  users: {places}; {done}")
 
     def _sum(self, name: str) -> int:
         return sum(each.stats.get(name, 0) for each in self._citizens)
@@ -279,17 +230,6 @@ class _Demo:
         """End a process of the application, which has to end well."""
         if status := child.stop(END_TIMEOUT_S):
             raise DemoFailed(f"{name} ended with status {status}: {' '.join(child.lines[-5:])}")
-
-    def _catch_up(self) -> None:
-        """Wait until every report was in an execution of each query."""
-        end = time.monotonic() + CATCH_UP_S
-        tips = self._servers.tips(self._partitions)
-        while behind := list(self._servers.behind(self._queries, tips)):
-            if time.monotonic() > end:
-                raise DemoFailed(f"after {CATCH_UP_S:g} s these queries are still behind: {', '.join(behind)}")
-            time.sleep(SHOW_S)
-            self._show()
-        self._note_recovery()
 
     def _wait_quiet(self) -> None:
         """Wait until users have got everything."""
@@ -307,7 +247,7 @@ class _Demo:
         command += ["--logs", *(f"{id_}={url}" for id_, url in self._servers.logs.items())]
         command += ["--shelters", str(self._shelters), "--journals", str(self._journals), "--json", str(result)]
         command += ["--definitions", *map(str, self._definitions)]
-        command += ["--outages", *(f"{begin}:{end}" for begin, end in self._outages)]
+        command += ["--outages", *(f"{begin}:{end}" for begin, end in self._play.outages)]
         status = subprocess.run(command, env=application_environment(self._examples), check=False).returncode
         if not result.exists():
             return EXIT_FAILED
@@ -324,10 +264,5 @@ class _Demo:
             if not has_happened
         ]
         for text in missing:
-            _say(text)
+            say(text)
         return EXIT_FAILED if status or missing else EXIT_DONE
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -8,8 +8,7 @@ import json
 import os
 import subprocess
 import time
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,17 @@ from dynamoth.data.records import parse_tip, partition_name, partition_server, t
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
-from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
+from dynamoth_cli.local.embedded import EmbeddedRedis, keep_port
 
 SERVERS = 3
 LOGS = 2
 HOST = "127.0.0.1"
 
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 300.0
 """Spark needs some seconds to start, and longer on a machine that is busy with everything else."""
 
 COMMAND_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 60.0
 POLL_S = 0.05
 STARTED = "has started"
 
@@ -53,6 +53,10 @@ class DemoFailed(DynamothError):
     """Raised when a process of the demo does not do what it has to in time."""
 
     code = "demo-failed"
+
+
+class TooSlow(DemoFailed):
+    """Raised when something takes too long: what else the machine does may be the cause."""
 
 
 class Servers:
@@ -80,7 +84,7 @@ class Servers:
         logs = " ".join(f"{id_}={url}" for id_, url in self.logs.items())
         settings = {**SETTINGS, "broker.logs": logs, "data_cluster.logs": logs, "data_cluster.folder": str(self.folder)}
         self.cluster = stack.enter_context(LocalCluster(SERVERS, settings=settings, on_line=self._note_line))
-        self._ports = {f"b{number + 1}": (free_port(), free_port()) for number in range(brokers)}
+        self._ports = {f"b{number + 1}": (keep_port(stack), keep_port(stack)) for number in range(brokers)}
         self.brokers = {id_: self._broker(id_) for id_ in self._ports}
         self.coordinator = self._beside("coordinator", "coordinator")
         self.data_cluster = self._beside("data-cluster", "data-cluster")
@@ -126,20 +130,24 @@ class Servers:
             child.start()
         for child in (*self.brokers.values(), self.data_cluster):
             wait_started(child)
-        queries = [name for file in definitions for name in tomllib.loads(file.read_text())["queries"]]
-        end = time.monotonic() + READY_TIMEOUT_S
-        while waiting := [query for query in queries if not self._progress(query).get("done")]:
-            if time.monotonic() > end:
-                raise DemoFailed(f"after {READY_TIMEOUT_S:g} s these queries are not executed: {', '.join(waiting)}")
-            self.check()
-            time.sleep(POLL_S)
+
+    def restart_data_cluster(self) -> None:
+        """Kill the data cluster, and start it again."""
+        self.data_cluster.kill()
+        self.data_cluster.start()
+
+    def drain(self, broker: str) -> None:
+        """Have a broker move its users and end, and start it again."""
+        self.brokers[broker].stop(END_TIMEOUT_S)
+        self.brokers[broker].start()
+        wait_started(self.brokers[broker])
 
     def _command(self, *words: str) -> None:
         command = dynamoth_command(*words, "--config", str(self.cluster.config_file))
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise DemoFailed(f"`dynamoth {' '.join(words)}` has not ended in {COMMAND_TIMEOUT_S:g} s") from None
+            raise TooSlow(f"`dynamoth {' '.join(words)}` has not ended in {COMMAND_TIMEOUT_S:g} s") from None
         if done.returncode:
             raise DemoFailed(f"`dynamoth {' '.join(words)}` has failed: {done.stderr.strip() or done.stdout.strip()}")
 
@@ -174,13 +182,16 @@ class Servers:
                 found[name] = parse_tip(reply)[0]
         return found
 
-    def behind(self, queries: Sequence[str], tips: Mapping[str, int]) -> Iterator[str]:
-        """Yield the queries whose executions have not covered all records up to these offsets yet."""
-        for query in queries:
-            progress = self._progress(query)
-            ends = progress["end"]["offsets"] if progress.get("done") else {}
-            if any(ends.get(name, 0) < tip for name, tip in tips.items()):
-                yield query
+    def last_execution(self, query: str) -> int:
+        """Return the number of the last execution of a query that is done; 0 before the first one."""
+        progress = self._progress(query)
+        return progress["execution"] - (not progress["done"]) if progress else 0
+
+    def waiting(self, query: str, tips: Mapping[str, int]) -> int:
+        """Return how many records up to these offsets no execution of a query has covered yet."""
+        progress = self._progress(query)
+        done = progress["end" if progress["done"] else "start"]["offsets"] if progress else {}
+        return sum(max(0, tip - done.get(name, 0)) for name, tip in tips.items())
 
 
 def wait_started(child: Child, timeout_s: float = READY_TIMEOUT_S) -> None:
@@ -190,7 +201,7 @@ def wait_started(child: Child, timeout_s: float = READY_TIMEOUT_S) -> None:
         if child.ended_by_itself:
             raise child.failure()
         if time.monotonic() > end:
-            raise DemoFailed(f"{child.name} has not started within {timeout_s:g} s")
+            raise TooSlow(f"{child.name} has not started within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
@@ -198,10 +209,3 @@ def application_environment(examples: Path) -> dict[str, str]:
     """Return the variables of the application's processes, which find it in ``examples``."""
     paths = [str(examples), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with reserve_port() as reserved:
-        port: int = reserved.getsockname()[1]
-        return port
