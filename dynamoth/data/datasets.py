@@ -191,6 +191,10 @@ _SETTINGS: dict[str, type | tuple[type, ...]] = {
 }
 
 
+_OWN_SETTINGS = ("loaded", "version")
+"""Those that the program counts itself: stored definitions have them."""
+
+
 def read_dataset(name: str, definition: Mapping[str, Any]) -> Dataset:
     """Read a definition, as it is in TOML or in the catalog. Raises ConfigError, which names cause and cure."""
     where = f"dataset {name!r}"
@@ -236,7 +240,8 @@ def check_settings(definition: object, known: Mapping[str, type | tuple[type, ..
         raise ConfigError(f"{where}: a table expected, not {shortened(definition)}")
     for each, value in definition.items():  # pyright: ignore[reportUnknownVariableType]
         if each not in known:
-            raise ConfigError(f"{where} has no setting {shortened(each)}: those are {', '.join(known)}")
+            offered = ", ".join(setting for setting in known if setting not in _OWN_SETTINGS)
+            raise ConfigError(f"{where} has no setting {shortened(each)}: those are {offered}")
         type_ = known[each]
         if not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool):
             expected = {str: "text", int: "a whole number", dict: "a table", list: "a list", bool: "true or false"}

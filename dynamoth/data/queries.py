@@ -208,6 +208,8 @@ def _read_parameters(parameters: Mapping[str, Any], where: str) -> tuple[Paramet
             raise ConfigError(f"{here}: only numbers have min and max")
         if not all(_is_finite(settings.get(each, 0)) for each in ("min", "max")):
             raise ConfigError(f"{here}: min and max are finite numbers")
+        if "min" in settings and "max" in settings and settings["min"] > settings["max"]:
+            raise ConfigError(f"{here}: no value fits, as min = {settings['min']} is more than max = {settings['max']}")
         parameter = Parameter(
             name, settings["type"], settings.get("min"), settings.get("max"), tuple(settings.get("choices", ()))
         )

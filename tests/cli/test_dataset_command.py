@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,12 @@ def test_changes_that_stored_records_do_not_fit_are_refused(console: Console, ol
         ("", "defines nothing"),
         ("[servers]\n", "'servers' is unknown"),
         ("[datasets.a]\nkind = 'append'\n", "dataset 'a' has no fields"),
+        ("[datasets.a]\nkeys = 'id'\n", "record_bytes_max, waiting_max, bind\n"),
+        ("[queries.a]\nevery = 1\n", "retained_min, keep_s, bind\n"),
+        (
+            DEFINITIONS.replace('type = "string" }\nsql', 'size = { type = "int", min = 7, max = 5 } }\nsql'),
+            "no value fits, as min = 7 is more than max = 5",
+        ),
         (DEFINITIONS.replace("period_s = 10", "period_s = 10\nkeep_s = 59"), "keep_s is at least 60, not 59"),
         (DEFINITIONS.replace('"bool?"', '"text"'), "types are string, int, float, bool, timestamp"),
         (DEFINITIONS.replace("FROM reports", "FROM report"), "report"),
@@ -288,6 +295,23 @@ def test_files_of_programs_that_begin_them_with_a_mark_are_read(console: Console
     assert "2 stored, 0 duplicates, 0 refused" in console.run("dataset", "load", "reports", csv, jsonl)
 
 
+def test_tables_without_a_needed_column_are_refused_with_the_columns_that_they_have(console: Console) -> None:
+    console.set()
+    semicolons = console.write("id;type\na;fire\n", "semicolons.csv")
+    said = console.run("dataset", "load", "reports", semicolons, code=EXIT_REFUSED)
+    assert "the file has the columns 'id;type', and none for the field 'id'" in said
+    assert "separated by commas" in said
+    other = console.write("id,kind,size\na,fire,1\n", "other.csv")
+    said = console.run("dataset", "load", "reports", other, code=EXIT_REFUSED)
+    assert "the file has the columns 'id, kind, size', and none for the field 'type'" in said
+    table = console.folder / "some.parquet"
+    parquet.write_table(arrow.table({"id": ["a"]}), table)  # pyright: ignore[reportUnknownMemberType]
+    said = console.run("dataset", "load", "shelters", str(table), code=EXIT_REFUSED)
+    assert "the file has the columns 'id', and none for the field 'type'" in said
+    assert console.json("dataset", "show", "reports")["dead_letters"] == 0
+    assert "0 stored" in console.run("dataset", "load", "reports", console.write("", "empty.csv"))
+
+
 def test_a_dropped_dataset_comes_back_without_former_records_or_not_at_all(console: Console) -> None:
     console.set()
     file = console.write(fire(1), "one.jsonl")
@@ -391,6 +415,28 @@ def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None
     assert "is skipped" in console.run("query", "restart", "of_type")
     assert int(console.of_query("of_type", b"GET", restart_key("of_type"))) > 1
     assert "there is no query 'other'" in console.run("query", "restart", "other", code=EXIT_REFUSED)
+
+
+def test_query_list_asks_for_a_data_cluster_where_records_wait_for_one(console: Console) -> None:
+    console.set()
+    now = round(time.time() * 1000)
+
+    def listed(status: QueryStatus) -> str:
+        console.of_query("of_type", *store_status_command("of_type", status, 1))
+        listed = console.run("query", "list")
+        assert ("running?" in listed) == ("running?" in console.run("query", "show", "of_type"))
+        return listed
+
+    old = QueryStatus(execution=20, ended_ms=now - 180_000)
+    assert "execution 20 3 min ago" in listed(old)
+    assert "running?" not in listed(old), "there was nothing to execute"
+    console.run("dataset", "load", "reports", console.write(f"{fire(1)}\n{fire(2)}", "two.jsonl"))
+    assert "2 records wait: is `dynamoth data-cluster` running?" in listed(old)
+    assert "running?" not in listed(QueryStatus(execution=20, ended_ms=now))
+    assert "not executed yet; 2 records wait: is" in listed(QueryStatus(since_ms=now - 180_000))
+    assert "every 10 s" in listed(old)
+    console.set(DEFINITIONS.replace("period_s = 10", "period_s = 0"))
+    assert "every" not in listed(old) and " continuous " in listed(old)
 
 
 def test_changes_are_printed_as_json_as_well(console: Console) -> None:

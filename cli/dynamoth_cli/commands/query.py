@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynamoth.data.catalog import Catalog
+from dynamoth.data.datasets import Dataset
 from dynamoth.data.executions import (
     QueryStatus,
     executions_key,
@@ -19,10 +20,17 @@ from dynamoth.data.executions import (
     status_key,
 )
 from dynamoth.data.queries import StandingQuery, write_query
+from dynamoth.data.records import parse_state, partition_names, partition_server, state_command
 from dynamoth.data.registrations import registration_keys
 from dynamoth.errors import ConfigError, printable
 from dynamoth_cli.data_admin import add_access, ago, drop, print_json, read_definitions, register, with_servers
 from dynamoth_client.runtime.data_links import DataLinks
+
+QUIET_S = 60.0
+QUIET_PERIODS = 3
+"""A query that was not executed for both of these, though records wait, may have no data cluster."""
+
+_IS_IT_RUNNING = "is `dynamoth data-cluster` running?"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,37 +91,69 @@ def _print(lines: list[str]) -> None:
         sys.stdout.write(f"{printable(line)}\n")
 
 
-async def _status(links: DataLinks, name: str) -> QueryStatus | None:
-    """Return what the data cluster has said about a query last; None if it never has."""
-    server = executions_server(name, links.ids)
-    return parse_status(await links.command(server, (b"GET", status_key(name)), repeats=True))
+@dataclass(frozen=True)
+class _State:
+    """How a query does."""
+
+    #: What the data cluster has said last; None if it never has.
+    status: QueryStatus | None
+    #: The records that wait to be executed; counted only where nothing was executed for a while.
+    waiting: int = 0
 
 
-def _described(status: QueryStatus | None) -> str:
+async def _state(links: DataLinks, catalog: Catalog, query: StandingQuery) -> _State:
+    server = executions_server(query.name, links.ids)
+    status = parse_status(await links.command(server, (b"GET", status_key(query.name)), repeats=True))
+    if status is None or status.state != "running":
+        return _State(status)
+    quiet_s = time.time() - (status.ended_ms or status.since_ms) / 1000
+    if quiet_s < max(QUIET_S, QUIET_PERIODS * query.period_s):
+        return _State(status)
+    return _State(status, await _waiting(links, catalog.datasets.get(query.on), query))
+
+
+async def _waiting(links: DataLinks, dataset: Dataset | None, query: StandingQuery) -> int:
+    """Return how many records of its dataset a query has not executed yet."""
+    server = executions_server(query.name, links.ids)
+    progress = parse_progress(await links.command(server, (b"GET", executions_key(query.name)), repeats=True))
+    if dataset is None or progress is None:
+        return 0
+    done = (progress.window.end if progress.is_done else progress.window.start)["offsets"]
+    waiting = 0
+    for name in partition_names(dataset):
+        reply = await links.command(partition_server(name, links.ids), state_command(name), repeats=True)
+        partition = parse_state(reply)
+        waiting += partition.count(done.get(name, 0), partition.offset)
+    return waiting
+
+
+def _described(state: _State) -> str:
+    status = state.status
     if status is None:
-        return "not executed yet: is `dynamoth data-cluster` running?"
+        return f"not executed yet: {_IS_IT_RUNNING}"
     if status.state != "running":
         return f"{status.state} for {ago(status.since_ms)}: {status.reason}" if status.reason else status.state
+    hint = f"; {state.waiting} records wait: {_IS_IT_RUNNING}" if state.waiting else ""
     if not status.execution:
-        return "running, not executed yet"
+        return f"running, not executed yet{hint}"
     last = f"execution {status.execution} {ago(status.ended_ms)} ago, in {status.seconds:.1f} s"
-    return f"{last}, {status.interests} interests"
+    return f"{last}, {status.interests} interests{hint}"
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    async def gather(links: DataLinks) -> tuple[Catalog, dict[str, QueryStatus | None]]:
+    async def gather(links: DataLinks) -> tuple[Catalog, dict[str, _State]]:
         catalog = await links.catalog()
-        return catalog, {name: await _status(links, name) for name in catalog.queries}
+        return catalog, {name: await _state(links, catalog, each) for name, each in catalog.queries.items()}
 
     catalog, states = with_servers(arguments, gather)
     if arguments.json:
         queries = catalog.queries.items()
-        values = {name: write_query(each) | {"status": _as_data(states[name])} for name, each in queries}
+        values = {name: write_query(each) | {"status": _as_data(states[name].status)} for name, each in queries}
         print_json({"queries": values, "faults": catalog.query_faults})
         return
     for name, each in sorted(catalog.queries.items()):
-        period = "continuous" if each.is_continuous else f"{each.period_s} s"
-        _print([f"{name:28} every {period:10} version {each.version:<3} {_described(states[name])}"])
+        period = "continuous" if each.is_continuous else f"every {each.period_s} s"
+        _print([f"{name:28} {period:14} version {each.version:<3} {_described(states[name])}"])
     _print([f"{name:28} cannot be read: {fault}" for name, fault in catalog.query_faults.items()])
     if not catalog.queries:
         _print(["there are no queries: register some with `dynamoth query set FILE`"])
@@ -124,20 +164,22 @@ def _as_data(status: QueryStatus | None) -> dict[str, Any] | None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    async def gather(links: DataLinks) -> tuple[dict[str, Any], QueryStatus | None]:
-        query = _find(await links.catalog(), arguments.name)
+    async def gather(links: DataLinks) -> tuple[dict[str, Any], _State]:
+        catalog = await links.catalog()
+        query = _find(catalog, arguments.name)
         interests = [
             await links.command(id_, (b"HLEN", registration_keys(query.name)[0]), repeats=True) for id_ in links.ids
         ]
-        return write_query(query) | {"registered": sum(interests)}, await _status(links, query.name)
+        return write_query(query) | {"registered": sum(interests)}, await _state(links, catalog, query)
 
-    values, status = with_servers(arguments, gather)
+    values, state = with_servers(arguments, gather)
+    status = state.status
     if arguments.json:
         print_json(values | {"status": _as_data(status)})
         return
     for key, value in values.items():
         _print([f"{key:18} {value}"])
-    _print([f"{'status':18} {_described(status)}"])
+    _print([f"{'status':18} {_described(state)}"])
     for key, count in ({} if status is None else status.counts).items():
         _print([f"{key:18} {count}"])
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import csv
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.errors import ConfigError
+from dynamoth.protocol.wire import shortened
 
 
 def read_records(path: Path, dataset: Dataset) -> Iterator[bytes]:
-    """Yield the records of a file as JSON. Raises ConfigError: it cannot be read."""
+    """Yield the records of a file as JSON. Raises ConfigError: it cannot be read, or lacks a column."""
     try:
         match path.suffix:
             case ".jsonl" | ".ndjson" | ".json":
@@ -24,10 +25,14 @@ def read_records(path: Path, dataset: Dataset) -> Iterator[bytes]:
                     yield from (text for text in texts if text)
             case ".csv":
                 with path.open(newline="", encoding="utf-8-sig") as rows:
-                    yield from (json.dumps(_typed(row, dataset)).encode() for row in csv.DictReader(rows))
+                    reader = csv.DictReader(rows)
+                    _check_columns(path, dataset, reader.fieldnames)
+                    yield from (json.dumps(_typed(row, dataset)).encode() for row in reader)
             case ".parquet":
                 parquet: Any = import_module("pyarrow.parquet")
-                for batch in parquet.ParquetFile(path).iter_batches():
+                file = parquet.ParquetFile(path)
+                _check_columns(path, dataset, file.schema_arrow.names)
+                for batch in file.iter_batches():
                     yield from (json.dumps(row, default=_as_text).encode() for row in batch.to_pylist())
             case suffix:
                 raise ConfigError(f"{path}: a file ends with .jsonl, .csv or .parquet, not with {suffix!r}")
@@ -35,6 +40,18 @@ def read_records(path: Path, dataset: Dataset) -> Iterator[bytes]:
         raise ConfigError(f"{path}: Parquet files need pyarrow: pip install 'dynamoth[record]'") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _check_columns(path: Path, dataset: Dataset, columns: Sequence[str] | None) -> None:
+    """Check that a table has a column for each field that may not be missing; an empty file has none and no records."""
+    if columns is None:
+        return
+    missing = [field.name for field in dataset.fields if not field.is_optional and field.name not in columns]
+    if not missing:
+        return
+    found = shortened(", ".join(columns))
+    cure = ": columns of CSV are separated by commas" if path.suffix == ".csv" and len(columns) == 1 else ""
+    raise ConfigError(f"{path}: the file has the columns {found}, and none for the field {missing[0]!r}{cure}")
 
 
 def _typed(row: Mapping[str, str], dataset: Dataset) -> dict[str, Any]:

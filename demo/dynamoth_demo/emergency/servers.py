@@ -16,7 +16,7 @@ from typing import Any
 import redis
 
 from dynamoth.data.executions import executions_key, executions_server
-from dynamoth.data.records import parse_tip, partition_name, partition_server, tip_command
+from dynamoth.data.records import PartitionState, parse_state, partition_name, partition_server, state_command
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
@@ -177,9 +177,7 @@ class Servers:
         for dataset, count in partitions.items():
             for number in range(count):
                 name = partition_name(dataset, number)
-                connection = self._connections[partition_server(name, [*self.logs])]
-                reply = connection.execute_command(*tip_command(name))
-                found[name] = parse_tip(reply)[0]
+                found[name] = self._partition(name).offset
         return found
 
     def last_execution(self, query: str) -> int:
@@ -191,7 +189,11 @@ class Servers:
         """Return how many records up to these offsets no execution of a query has covered yet."""
         progress = self._progress(query)
         done = progress["end" if progress["done"] else "start"]["offsets"] if progress else {}
-        return sum(max(0, tip - done.get(name, 0)) for name, tip in tips.items())
+        return sum(self._partition(name).count(done.get(name, 0), tip) for name, tip in tips.items())
+
+    def _partition(self, name: str) -> PartitionState:
+        connection = self._connections[partition_server(name, [*self.logs])]
+        return parse_state(connection.execute_command(*state_command(name)))
 
 
 def wait_started(child: Child, timeout_s: float = READY_TIMEOUT_S) -> None:
