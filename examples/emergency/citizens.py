@@ -1,4 +1,4 @@
-"""The users: they tell where they are once a second, subscribe, go away and come back.
+"""The users: they send their places once a second, subscribe, go away and come back.
 
     python -m emergency.citizens --brokers ws://... ws://... --keys keys.json --journal citizens0.jsonl --users 0:100
 
@@ -114,7 +114,7 @@ class Citizen:
                 self._open.clear()
 
     async def _send_locations(self, client: Client, begin_s: float) -> None:
-        """Tell the place once a second. A place that cannot be sent is not sent again: there is a newer one then."""
+        """Send the place once a second. A place that cannot be sent is not sent again: there is a newer one then."""
         next_s = time.monotonic() + Random(self._plan.seed).random() * LOCATION_INTERVAL_S
         while True:
             await asyncio.sleep(next_s - time.monotonic())
@@ -192,7 +192,7 @@ async def _is_over(ended: asyncio.Event, until_s: float | None) -> bool:
     return True
 
 
-async def _tell(citizens: list[Citizen], journal: Journal) -> None:
+async def _print_stats(citizens: list[Citizen], journal: Journal) -> None:
     while True:
         await asyncio.sleep(STATS_INTERVAL_S)
         where = Counter(each.broker for each in citizens)
@@ -211,7 +211,7 @@ async def run(options: argparse.Namespace) -> None:
     citizens = [Citizen(plan, town, options.brokers, maker.token(plan.name, [LOCATIONS]), journal) for plan in plans]
     ended = asyncio.Event()
     begin_s = time.monotonic() + options.begin - time.time() if options.begin else time.monotonic()
-    beside = [asyncio.create_task(_tell(citizens, journal)), asyncio.create_task(await_end(ended))]
+    beside = [asyncio.create_task(_print_stats(citizens, journal)), asyncio.create_task(await_end(ended))]
     try:
         outcomes = await asyncio.gather(*(each.live(begin_s, ended) for each in citizens), return_exceptions=True)
         for plan, outcome in zip(plans, outcomes, strict=True):

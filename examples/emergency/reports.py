@@ -1,4 +1,4 @@
-"""Emergency reports: what the reporters of the application tell. Pure and seeded."""
+"""Emergency reports: what the reporters of the application send. Pure and seeded."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_reports_have_the_sizes_and_types_of_the_paper_and_fit_their_dataset() -
         dataset.normalize(encode(report), 1.8e9, "reporter0")
 
 
-def test_a_user_may_tell_only_the_own_place() -> None:
+def test_a_user_may_send_only_the_own_place() -> None:
     dataset = read_dataset("user_locations", DEFINITIONS["datasets"]["user_locations"])
     record = encode({"user": "u001", "lat": 60.0, "lon": 25.0, "at": 1.8e9})
     dataset.normalize(record, 1.8e9, "u001")

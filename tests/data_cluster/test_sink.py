@@ -54,6 +54,18 @@ def test_a_batch_is_published_on_live_channels(driver: SparkSession, world: Worl
     assert got[0]["data"].endswith(b"\xff1")
 
 
+def test_an_aggregate_is_published_in_complete_mode(driver: SparkSession, world: World, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    put(source, "1.json", '{"channel":"a","n":1}', '{"channel":"a","n":2}', '{"channel":"b","n":3}')
+    counts = stream(driver, source).groupBy("channel").count()
+    rows = counts.select("channel", F.to_json(F.struct("count")).alias("payload"))
+    writer = rows.writeStream.format("dynamoth").outputMode("complete").option("url", world.cluster_url)
+    query = writer.option("logs", world.logs).option("checkpointLocation", str(tmp_path / "checkpoint"))
+    query.trigger(availableNow=True).start().awaitTermination()
+    assert [len(log(world, channel)) for channel in ("a", "b")] == [1, 1]
+    assert b'{"count":2}' in log(world, "a")[0]
+
+
 def test_a_repeated_batch_is_appended_once(driver: SparkSession, world: World, tmp_path: Path) -> None:
     source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
     put(source, "1.json", '{"channel":"a","payload":"1"}', '{"channel":"b","payload":"1"}')
