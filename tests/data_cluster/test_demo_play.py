@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from dynamoth_cli.local.embedded import keep_port
+from dynamoth_demo.emergency import command
 from dynamoth_demo.emergency.play import DRAIN_AT, KILLS_AT, PATIENCE_S, Play, advice
 from dynamoth_demo.emergency.servers import TooSlow
 
@@ -101,6 +104,23 @@ def test_advice_names_load_cure_and_log() -> None:
     for cure in ("--users", "--minutes", "--keep FOLDER"):
         assert cure in advice(None)
     assert advice("/tmp/data-cluster.log").endswith("the log of the data cluster: /tmp/data-cluster.log")
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_run_that_is_too_slow_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
+    class Slow:
+        def __init__(self, *arguments: object) -> None:
+            raise TooSlow("data-cluster has not started within 300 s")
+
+    monkeypatch.setattr(command, "_Demo", Slow)
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    folder = tmp_path / "kept"
+    with pytest.raises(TooSlow) as raised:
+        command.run(parser.parse_args(["--keep", str(folder)] if is_kept else []))
+    text = str(raised.value)
+    assert text.startswith("data-cluster has not started within 300 s; the load of this machine is ")
+    assert text.endswith(f": {folder / 'logs' / 'data-cluster.log'}") == is_kept
 
 
 def test_a_port_is_kept_from_connections_and_free_for_servers() -> None:
