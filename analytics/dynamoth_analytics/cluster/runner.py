@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ class ClusterRunner:
 
     def archive(self) -> None:
         """Copy new records to the archive, if this is the newest data cluster."""
-        if self.is_in_charge:
+        if self._context is not None and self.is_in_charge:
+            self.archiver.check_term = partial(self._check_term, self._context)
             self.archiver.archive(self._servers.catalog())
 
     def tidy(self) -> None:
@@ -196,9 +198,12 @@ class ClusterRunner:
             SmallWindows(self._servers, self._folder, snapshots),
         )  # fmt: skip
 
-    def _check_term(self, context: ClusterContext) -> None:
-        """Raise TakenOver where another data cluster is newer; a server that has lost the term gets it again."""
-        taken = self._servers.claim_term(context.term, self._owner)
+    def _check_term(self, context: ClusterContext, server: str | None = None) -> None:
+        """Raise TakenOver where another data cluster is newer; a server that has lost the term gets it again.
+
+        It is newer at all servers once it has begun: so one server can be asked alone.
+        """
+        taken = self._servers.claim_term(context.term, self._owner, server)
         if taken is not None or context.fenced.is_set():
             context.fenced.set()
             number = "" if taken is None else f" (term {taken})"

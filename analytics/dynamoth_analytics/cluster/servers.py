@@ -110,12 +110,13 @@ class LogServers:
                 return term
             reply = self.run(server, command)
 
-    def claim_term(self, term: int, owner: str) -> int | None:
-        """Claim a term again at all servers; return the term that another data cluster has, or None.
+    def claim_term(self, term: int, owner: str, server: str | None = None) -> int | None:
+        """Claim a term again at one server, or all; return the term that another data cluster has there, or None.
 
         Raises LogServerFailed.
         """
-        claims = [parse_claim(self.run(id_, claim_command(term, owner))) for id_ in self.ids]
+        servers = self.ids if server is None else (server,)
+        claims = [parse_claim(self.run(id_, claim_command(term, owner))) for id_ in servers]
         return max((taken for taken, is_own in claims if not is_own), default=None)
 
     def now_ms(self) -> int:
