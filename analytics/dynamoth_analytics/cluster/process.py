@@ -38,6 +38,9 @@ LOOK_S = 1.0
 UPKEEP_S = 60.0
 """Interests are ended, and snapshots renewed, this often."""
 
+WATCH_S = 10.0
+"""Somebody looks this often whether queries are stalled."""
+
 JAVA_OPTIONS = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000"
     " -XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
@@ -143,7 +146,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._ingesting: asyncio.Future[None] | None = None
         #: What does not work now, by kind of work.
         self._faults: dict[str, str] = {}
-        self._threads = ThreadPoolExecutor(4, "data-cluster")
+        self._threads = ThreadPoolExecutor(5, "data-cluster")
 
     async def run(self) -> int:
         """Run until the end; return the exit code."""
@@ -155,6 +158,7 @@ class DataClusterProcess(DaemonProcess[Any]):
             self._keep("queries", self._runner.look, LOOK_S),
             self._keep_begun("archive", self._runner.archive, self._config.archive_s),
             self._keep_begun("upkeep", self._runner.tidy, UPKEEP_S),
+            self._keep_begun("watch", self._runner.watch, WATCH_S),
         )
         tasks = [self._ingesting, *map(asyncio.ensure_future, works)]
         try:
@@ -232,6 +236,12 @@ class DataClusterProcess(DaemonProcess[Any]):
 
     def why_not_ready(self) -> str | None:
         """Return what does not work now. A query that fails is shown by metrics and status: others are executed."""
-        if self._faults:
-            return "\n".join(f"{name}: {reason}" for name, reason in self._faults.items())
-        return None if self._runner.has_begun else "it has not begun yet"
+        faults = [f"{name}: {reason}" for name, reason in self._faults.items()]
+        queries = self._runner.queries().items()
+        faults += [f"query {name} is stalled: {each.status.reason}" for name, each in queries if each.is_stalled]
+        for name, fault in self._ingest.faults.items():
+            what = f"dataset {name}" if name else "the catalog"
+            faults.append(f"what is published waits to be stored ({what}): {fault}")
+        if not faults and not self._runner.has_begun:
+            return "it has not begun yet"
+        return "\n".join(faults) or None

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
 from dynamoth_analytics.cluster.retention import Needs, needs_of, unneeded
-from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.errors import SparkFailed
@@ -151,6 +152,12 @@ class ClusterRunner:
                     states = self._servers.states({dataset.stream: dataset.partitions})
                     context.snapshots.renew(self._spark, dataset, states, own)
         failures.raise_first()
+
+    def watch(self) -> None:
+        """Show which queries are stalled. It does not ask Spark: the other methods wait for one that hangs."""
+        for runner in self.queries().values():
+            with suppress(LogServerFailed):  # to look says so
+                runner.watch(time.monotonic())
 
     def prepare_stop(self) -> None:
         """Begin no further execution."""
