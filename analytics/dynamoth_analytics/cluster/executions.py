@@ -60,7 +60,7 @@ from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.batches import record_schema
 from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
-from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
+from dynamoth_analytics.cluster.failures import check_spark, is_fenced_by_another, reason_of
 from dynamoth_analytics.cluster.interest_table import InterestTable, interest_schema
 from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
@@ -110,6 +110,8 @@ class ClusterContext:
     append_retry_s: float = publishing.RETRY_S_MAX
     #: Set when a newer data cluster was met: this one has to end.
     fenced: threading.Event = field(default_factory=threading.Event)
+    #: Set when this data cluster begins to end.
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def source_options(self) -> dict[str, str]:
         """Return the options of the source for all datasets."""
@@ -251,7 +253,12 @@ class QueryRunner:
     # The stream.
 
     def keep_running(self) -> None:
-        """Start the stream if it does not run, and is not to wait. Raises LogServerFailed, OSError."""
+        """Start the stream if it does not run, and is not to wait.
+
+        Raises LogServerFailed and OSError, and SparkFailed where Spark has ended.
+        """
+        if self._context.stopping.is_set():
+            return
         if self._stream is not None and not self._stream.isActive:
             self._has_spark_failed = self._error is None
             error = self._error or self._stream.exception()
@@ -321,6 +328,9 @@ class QueryRunner:
         if is_fenced_by_another(error):
             self._context.fenced.set()
             return
+        if self._context.stopping.is_set():
+            return  # parts of Spark may have ended before
+        check_spark(self._context.spark)
         reason = reason_of(error)
         self._count({"failures": 1})
         self._set_state("failing", reason)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
+from dynamoth_analytics.cluster.ending import is_asked_to_end, java_ignores_sigterm
 from dynamoth_analytics.cluster.failures import TakenOver, reason_of
 from dynamoth_analytics.cluster.identity import WrongFolder
 from dynamoth_analytics.cluster.ingest import Ingest
@@ -28,7 +30,7 @@ from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
 from dynamoth_analytics.session import check_session, open_session
 from dynamoth_daemon import metrics
-from dynamoth_daemon.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from dynamoth_daemon.process import DaemonProcess
 from dynamoth_link.options import LinkOptions
 
@@ -87,13 +89,26 @@ def run(config: DataClusterConfig) -> int:
 
     Raises ConfigError (the folder, the log servers, no Java) and SparkFailed.
     """
+    try:
+        return _run_with_spark(config)
+    except DynamothError:
+        if not is_asked_to_end():
+            raise
+        return EXIT_DONE  # Java, and what else was started, may have ended before
+
+
+def _run_with_spark(config: DataClusterConfig) -> int:
     _silence_py4j()
     folder = _prepared(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")
     check_session(arguments)
     codes: list[int] = []
     try:
-        with open_session(arguments, "dynamoth data-cluster", JAVA_OPTIONS) as spark:
+        with ExitStack() as stack:
+            with java_ignores_sigterm():
+                spark = stack.enter_context(open_session(arguments, "dynamoth data-cluster", JAVA_OPTIONS))
+            if is_asked_to_end():
+                return EXIT_DONE
             spark.dataSource.register(DynamothSource)
             # Windows are small: each partition of a shuffle costs more than what is in it.
             spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
@@ -194,6 +209,8 @@ class DataClusterProcess(DaemonProcess[Any]):
             try:
                 await loop.run_in_executor(self._threads, work)
             except (SparkFailed, TakenOver, WrongFolder) as error:
+                if self._stop.is_set():
+                    return  # Spark may have ended before
                 if self._ingesting is not None:
                     self._ingesting.cancel()
                 self._log.write(logging.CRITICAL, "the data cluster ends", str(error))
@@ -202,7 +219,7 @@ class DataClusterProcess(DaemonProcess[Any]):
             except Exception as error:  # of Spark, py4j and Arrow, too: the other queries go on
                 is_ours = isinstance(error, DynamothError | OSError)
                 reason = reason_of(error)
-                if self._faults.get(name) != reason:
+                if self._faults.get(name) != reason and not self._stop.is_set():
                     self._log.write(
                         logging.ERROR, "trying again", reason, work=name, exception=None if is_ours else error
                     )
@@ -213,6 +230,11 @@ class DataClusterProcess(DaemonProcess[Any]):
             await asyncio.sleep(every_s)
 
     # The parts of a daemon.
+
+    def shut_down(self) -> None:
+        """End; what fails from now on, as parts of Spark may have ended already, is no fault of a query."""
+        self._runner.prepare_stop()
+        super().shut_down()
 
     def execute(self, action: Any) -> None:
         """Do nothing: the machine has no actions."""
