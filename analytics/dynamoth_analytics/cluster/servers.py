@@ -22,7 +22,8 @@ from dynamoth.data.records import PartitionState, parse_state, partition_name, p
 from dynamoth.data.terms import claim_command, parse_claim, take_term
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import CommandPart
-from dynamoth_link.urls import InvalidUrl, parse_log_servers, redact
+from dynamoth_link.errors import connect_timed_out, diagnose_exception, diagnose_reply, violation
+from dynamoth_link.urls import InvalidUrl, parse_log_servers, parse_server_url
 
 T = TypeVar("T")
 
@@ -156,7 +157,21 @@ class LogServers:
         try:
             return execute(_connections(url, self.tls))
         except redis.exceptions.RedisError as error:
-            raise LogServerFailed(f"log server {server} ({redact(url)}): {error}") from error
+            raise LogServerFailed(f"log server {server}: {_explained(url, error)}") from error
+
+
+def _explained(url: str, error: redis.exceptions.RedisError) -> str:
+    """Return what has failed, with cause and cure where a connection was not made, as links say it."""
+    address, text, before = parse_server_url(url), str(error), error.__cause__ or error.__context__
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return str(diagnose_reply(address, address.username, "WRONGPASS" if address.password else "NOAUTH"))
+    if isinstance(error, redis.exceptions.InvalidResponse):
+        return str(violation(address, text))
+    if isinstance(error, redis.exceptions.TimeoutError) and "connecting" in text:
+        return str(connect_timed_out(address, TIMEOUT_S))
+    if isinstance(error, redis.exceptions.ConnectionError) and isinstance(before, OSError):
+        return str(diagnose_exception(address, before))
+    return f"{address.redacted()}: {text}"
 
 
 def read_servers(text: str, *, durable: bool = False, options: Mapping[str, str] = MappingProxyType({})) -> LogServers:
