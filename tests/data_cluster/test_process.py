@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from pyspark.sql import SparkSession
 from dynamoth.data.executions import QueryStatus
 from dynamoth.data.terms import TERM_KEY
 from dynamoth_analytics.cluster.ingest import Ingest
-from dynamoth_analytics.cluster.process import DataClusterConfig, DataClusterProcess
+from dynamoth_analytics.cluster.process import DataClusterConfig, DataClusterProcess, prepare_folder
 from dynamoth_analytics.cluster.runner import ClusterRunner
 from dynamoth_daemon.exit_codes import EXIT_REFUSED
 from tests.data_cluster.world import POLL_S, TIMEOUT_S, World
@@ -25,6 +26,17 @@ async def until(holds: Callable[[], object]) -> None:
             if holds():
                 return
             await asyncio.sleep(POLL_S)
+
+
+def test_a_new_folder_is_for_one_account_alone_and_another_one_stays_as_it_is(tmp_path: Path) -> None:
+    """It has places and parameters of users."""
+    for made_before in (False, True):
+        folder = tmp_path / str(made_before) / "data-cluster"
+        if made_before:
+            folder.mkdir(parents=True)
+            folder.chmod(0o750)
+        prepare_folder(folder)
+        assert folder.stat().st_mode & 0o777 == (0o750 if made_before else 0o700)
 
 
 def test_readiness_names_what_is_stalled_and_what_is_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def run(config: DataClusterConfig) -> int:
 
 def _run_with_spark(config: DataClusterConfig) -> int:
     _silence_py4j()
-    folder = _prepared(Path(config.folder).resolve())
+    folder = prepare_folder(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")
     check_session(arguments)
     codes: list[int] = []
@@ -126,10 +126,10 @@ def _silence_py4j() -> None:
     logging.getLogger().addFilter(lambda record: "py4j" not in record.pathname)
 
 
-def _prepared(folder: Path) -> Path:
-    """Return the folder, which exists and can be written. Raises ConfigError."""
+def prepare_folder(folder: Path) -> Path:
+    """Return the folder, which exists and can be written; a new one is for this account alone. Raises ConfigError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.write_bytes(b"1")
         probe.unlink()
