@@ -245,7 +245,8 @@ def parse_progress(reply: Any) -> Progress | None:
 class QueryStatus:
     """The state of a query, for people: ``dynamoth query list`` and ``show``."""
 
-    #: ``running``, ``failing``, ``refused`` (its definition cannot be executed) or ``dropped``.
+    #: ``running``, ``failing``, ``stalled`` (records wait, and no execution ends), ``refused`` (its definition cannot
+    #: be executed) or ``dropped``.
     state: str = "running"
     #: Since when, in ms since 1970.
     since_ms: int = 0

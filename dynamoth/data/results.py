@@ -24,15 +24,24 @@ def too_large_payload(
     return (_head(query, version, execution, until_ms) + f',"error":{json.dumps(error)}}}').encode()
 
 
-def dropped_payload(query: str, version: int) -> bytes:
+def dropped_payload(query: str, version: int, execution: int, until_ms: int) -> bytes:
     """Return the last publication of a query that was dropped."""
-    return json.dumps({"query": query, "version": version, "dropped": True}, separators=(",", ":")).encode()
+    return (_head(query, version, execution, until_ms) + ',"dropped":true}').encode()
 
 
-def changed_payload(query: str, version: int, reason: str) -> bytes:
+def changed_payload(query: str, version: int, execution: int, until_ms: int, reason: str) -> bytes:
     """Return the last publication of an interest that does not fit a query any more, as that has changed."""
-    values = {"query": query, "version": version, "error": f"the query has changed: subscribe again: {reason}"}
-    return json.dumps(values, separators=(",", ":")).encode()
+    error = json.dumps(f"the query has changed: subscribe again: {reason}")
+    return (_head(query, version, execution, until_ms) + f',"error":{error}}}').encode()
+
+
+def says_the_same(one: bytes, other: bytes) -> bool:
+    """Tell whether two publications differ in nothing but their execution and its time."""
+    found = [json.loads(each) for each in (one, other)]
+    for each in found:
+        each.pop("execution", None)
+        each.pop("until", None)
+    return bool(found[0] == found[1])
 
 
 def _head(query: str, version: int, execution: int, until_ms: int) -> str:

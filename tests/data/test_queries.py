@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from dynamoth.data.queries import BadParameters, read_query, write_query
-from dynamoth.data.results import changed_payload, dropped_payload, result_payload, too_large_payload
+from dynamoth.data.results import (
+    changed_payload,
+    dropped_payload,
+    result_payload,
+    says_the_same,
+    too_large_payload,
+)
 from dynamoth.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -117,7 +123,16 @@ def test_a_result_set_is_json() -> None:
         b'{"query":"near","version":2,"execution":7,"until":"2023-11-14T22:13:20.250Z","rows":[{"id":1}]}'
     )
     assert b'"error":"the result set has 9 rows and 5000 bytes' in too_large_payload("near", 2, 7, 0, 9, 5000, 1024)
-    assert changed_payload("near", 3, "x") == (
-        b'{"query":"near","version":3,"error":"the query has changed: subscribe again: x"}'
-    )
-    assert dropped_payload("near", 3) == b'{"query":"near","version":3,"dropped":true}'
+    head = b'{"query":"near","version":3,"execution":8,"until":"1970-01-01T00:00:00.250Z"'
+    changed = changed_payload("near", 3, 8, 250, "x")
+    assert changed == head + b',"error":"the query has changed: subscribe again: x"}'
+    assert dropped_payload("near", 3, 8, 250) == head + b',"dropped":true}'
+
+
+def test_a_last_publication_is_known_again_whatever_its_execution() -> None:
+    changed = changed_payload("near", 3, 8, 250, "x")
+    assert says_the_same(changed, changed_payload("near", 3, 9, 1250, "x"))
+    assert says_the_same(b'{"query":"near","version":3,"error":"the query has changed: subscribe again: x"}', changed)
+    assert not says_the_same(changed, changed_payload("near", 3, 8, 250, "y"))
+    assert not says_the_same(changed, changed_payload("near", 4, 8, 250, "x"))
+    assert not says_the_same(changed, dropped_payload("near", 3, 8, 250))

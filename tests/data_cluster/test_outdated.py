@@ -43,8 +43,11 @@ class Cluster:
         self.outdated.end(publication, self.table)
 
 
-def error(version: int, reason: str) -> dict[str, Any]:
-    return {"query": "of_type", "version": version, "error": f"the query has changed: subscribe again: {reason}"}
+def error(version: int, execution: int, reason: str) -> dict[str, Any]:
+    return {
+        "query": "of_type", "version": version, "execution": execution, "until": "1970-01-01T00:00:00.000Z",
+        "error": f"the query has changed: subscribe again: {reason}",
+    }  # fmt: skip
 
 
 LEAST = "parameter 'least' is missing: it is of type int"
@@ -55,13 +58,13 @@ def test_an_interest_that_does_not_fit_any_more_is_ended_once(world: World) -> N
     good = world.register("of_type", {"type": "fire", "least": 1})
     first = Cluster(world, world.set_query(version=2, **CHANGED))
     first.execute(7)
-    assert world.log(old) == [error(2, LEAST)]
+    assert world.log(old) == [error(2, 7, LEAST)]
     for cluster, execution in ((first, 7), (first, 8), (Cluster(world, first.query), 8), (first, 9)):
         cluster.execute(execution)
-    assert world.log(old) == [error(2, LEAST)], "also by a data cluster that has begun again"
+    assert world.log(old) == [error(2, 7, LEAST)], "also by a data cluster that has begun again"
     late = world.register("of_type", {"type": "flood"})
     first.execute(10)
-    assert world.log(late) == [error(2, LEAST)]
+    assert world.log(late) == [error(2, 10, LEAST)]
     assert not world.log(good)
 
 
@@ -71,7 +74,7 @@ def test_a_log_that_was_lost_says_so_again(world: World) -> None:
     Cluster(world, query).execute(7)
     world.servers.run(world.server_of(old), (b"DEL", *log_keys(old)))
     Cluster(world, query).execute(8)
-    assert world.log(old) == [error(2, LEAST)]
+    assert world.log(old) == [error(2, 8, LEAST)]
 
 
 def test_another_change_is_another_error_and_one_that_fits_is_executed_again(world: World) -> None:
@@ -79,7 +82,7 @@ def test_another_change_is_another_error_and_one_that_fits_is_executed_again(wor
     Cluster(world, world.set_query(version=2, **CHANGED)).execute(7)
     narrow = {"type": {"type": "string", "choices": ["flood"]}}
     Cluster(world, world.set_query(version=3, parameters=narrow)).execute(8)
-    assert world.log(old) == [error(2, LEAST), error(3, "parameter 'type' is one of flood, not 'fire'")]
+    assert world.log(old) == [error(2, 7, LEAST), error(3, 8, "parameter 'type' is one of flood, not 'fire'")]
     last = Cluster(world, world.set_query(version=4))
     last.execute(9)
     assert len(world.log(old)) == 2
@@ -102,4 +105,4 @@ def test_nothing_is_published_before_brokers_know(world: World, monkeypatch: pyt
     assert not world.log(old)
     monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
     cluster.execute(8)
-    assert world.log(old) == [error(2, LEAST)]
+    assert world.log(old) == [error(2, 8, LEAST)]

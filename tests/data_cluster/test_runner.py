@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
@@ -14,12 +15,14 @@ from dynamoth.data.executions import executions_key, executions_server, restart_
 from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive import ArchivingFailed
+from dynamoth_analytics.cluster import archive
+from dynamoth_analytics.cluster.batches import write_file
 from dynamoth_analytics.cluster.failures import TakenOver
 from dynamoth_analytics.cluster.identity import IDENTITY_KEY, WrongFolder, check_identity
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
 from dynamoth_analytics.cluster.servers import read_servers
+from dynamoth_analytics.files import parquet
 from tests.data_cluster.world import STATIC, World, reports, until
 
 EXECUTIONS = "dynamoth_data_cluster_executions_total"
@@ -150,18 +153,58 @@ def test_only_the_newest_data_cluster_archives(driver: SparkSession, world: Worl
         assert not (world.folder / "archive").exists(), "it has not begun"
         former.look()
         newer.look()
-        with pytest.raises(ArchivingFailed, match="FENCED"):
-            former.archive()  # it does not know yet
+        with pytest.raises(TakenOver):
+            former.archive()  # it did not know yet
+        assert not [*(world.folder / "archive").glob("*/date=*/*")], "the newer one writes these files"
         assert world.servers.run(server, (b"XLEN", stream)) == 2, "the newer one needs them"
         with pytest.raises(TakenOver):
             former.look()
         world.append(dataset, *reports("fire", "c"))
         former.archive()
-        assert former.archiver.records == 2, "it knows"
+        assert former.archiver.records == 0, "it knows"
         newer.archiver.hot_records = 1
         newer.prepare_stop()
         newer.archive()
         assert newer.archiver.records == 0, "it is stopping"
+
+
+def test_one_that_is_taken_over_between_reading_and_writing_writes_no_file(
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("fire", "a", "b"))
+    with data_cluster(driver, world) as former, data_cluster(driver, world) as newer:
+        former.look()
+
+        def take_over_and_write(*arguments: Any) -> None:
+            monkeypatch.undo()
+            world.append(dataset, *reports("fire", "c"))
+            newer.look()
+            newer.archive()
+            write_file(*arguments)
+
+        monkeypatch.setattr(archive, "write_file", take_over_and_write)
+        with pytest.raises(TakenOver):
+            former.archive()
+    [file] = (world.folder / "archive" / "reports").glob("date=*/*")
+    assert parquet.read_table(file).column("id").to_pylist() == ["a", "b", "c"]
+
+
+def test_one_that_is_taken_over_calls_no_records_lost_that_the_newer_one_has_archived(
+    driver: SparkSession, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("fire", "a"))
+    with data_cluster(driver, world) as former, data_cluster(driver, world) as newer:
+        former.look()
+        former.archive()
+        newer.look()
+        newer.archiver.hot_records = 1
+        world.append(dataset, *reports("fire", "b", "c", "d"))
+        newer.archive()
+        with pytest.raises(TakenOver):
+            former.archive()
+    assert "lost" not in caplog.text
 
 
 def two_queries(world: World) -> tuple[str, str]:

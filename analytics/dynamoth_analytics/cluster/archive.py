@@ -6,6 +6,9 @@ A file has a range of offsets of one partition, which its name says (``archive_f
 all, and is on disk then. Only then the stream is trimmed. A process that dies in between archives nothing twice, as the
 last file says where to go on. A partition that cannot be archived does not hold up the others.
 
+A process that hangs may be taken over meanwhile, by a data cluster that archives and trims the same records. So the
+term is checked after records were read: right before their file is put in place, and before they are called lost.
+
 The small files of past days are merged (``merging``), and old days are deleted if so configured: before anything is
 written, so that a full disk gets room.
 """
@@ -15,8 +18,9 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
 from dynamoth_analytics.cluster.batches import OFFSET, make_folder, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.failures import TakenOver
 from dynamoth_analytics.cluster.journal import delete_days
 from dynamoth_analytics.cluster.merging import compact
 from dynamoth_analytics.cluster.paging import pages
@@ -74,6 +79,8 @@ class Archiver:
         self.hot_records = hot_records
         #: Its data cluster's, with which it trims.
         self.term = 0
+        #: Raises TakenOver where a log server has a newer term.
+        self.check_term: Callable[[str], None] = lambda server: None
         self._positions: dict[str, int] = {}
         self._compacted: set[Path] = set()
         #: Older days are deleted, those of the archive where nobody needs them; 0: none is.
@@ -93,7 +100,7 @@ class Archiver:
         """Archive what is new of all datasets; return how many records that were.
 
         Raises ArchivingFailed when all that can be done is done. While the disk is full, records stay at Redis, and the
-        next call tries again.
+        next call tries again. Raises TakenOver where a newer data cluster is there.
         """
         before = self.records
         self._failures, self._unreachable = [], set()
@@ -192,6 +199,8 @@ class Archiver:
             return
         try:
             self._archive_partition(dataset, partition)
+        except TakenOver:
+            raise
         except (DynamothError, OSError, arrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno in _FULL_DISK:
                 raise
@@ -208,7 +217,8 @@ class Archiver:
             day = self._folder / dataset.name / f"date={datetime.now(UTC):%Y-%m-%d}"
             make_folder(day)
             tables = (arrow.Table.from_batches([batch]) for batch in batches)
-            write_file(day / file_name(partition, before, first, last), record_schema(dataset), tables)
+            check = partial(self.check_term, self._servers.server_of(name))
+            write_file(day / file_name(partition, before, first, last), record_schema(dataset), tables, check)
             self._positions[name] = last
             self.records += sum(map(len, batches))
         self._trim(dataset, name)
@@ -238,6 +248,7 @@ class Archiver:
         name = partition_name(dataset.name, partition)
         given = read_state(self._servers, name).given(after, first - 1)
         if given:
+            self.check_term(self._servers.server_of(name))
             text = "records of %s from offset %d to %d were lost before they were archived"
             _log.error(text, name, given[0][0], given[-1][1])
         return given[-1][1] if given else 0

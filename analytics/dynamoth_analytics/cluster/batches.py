@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -97,13 +97,14 @@ def _offsets_of(group: Any, column: int) -> tuple[int, int]:
     return statistics.min, statistics.max
 
 
-def write_file(path: Path, schema: Any, tables: Iterator[Any]) -> None:
+def write_file(path: Path, schema: Any, tables: Iterator[Any], check: Callable[[], None] = lambda: None) -> None:
     """Write tables to a Parquet file, which appears as a whole or not at all, and is on disk then. Raises OSError.
 
-    No more than one row group is held in memory, besides the table that comes next.
+    No more than one row group is held in memory, besides the table that comes next. ``check`` is called right before
+    the file appears: if it raises, there is no file.
     """
     with (
-        _replacing(path, path.with_name(f".{path.stem}.tmp")) as file,
+        _replacing(path, path.with_name(f".{path.stem}.tmp"), check) as file,
         parquet.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
         for group in _grouped(tables):
@@ -131,13 +132,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _replacing(path: Path, hidden: Path) -> Generator[BinaryIO]:
+def _replacing(path: Path, hidden: Path, check: Callable[[], None] = lambda: None) -> Generator[BinaryIO]:
     """Yield a hidden file that replaces ``path`` at the end, and is on disk then; it is deleted if that fails."""
     try:
         with hidden.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        check()
         hidden.rename(path)
     except BaseException:
         hidden.unlink(missing_ok=True)

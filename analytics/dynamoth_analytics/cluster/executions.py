@@ -60,7 +60,7 @@ from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.batches import record_schema
 from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
-from dynamoth_analytics.cluster.failures import is_fenced_by_another, reason_of
+from dynamoth_analytics.cluster.failures import check_spark, is_fenced_by_another, reason_of
 from dynamoth_analytics.cluster.interest_table import InterestTable, interest_schema
 from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
@@ -69,6 +69,7 @@ from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, SmallWindows, Table, pairs
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.cluster.sql import compile_query
+from dynamoth_analytics.cluster.stalls import Stall
 from dynamoth_analytics.cluster.windows import Ticks, Windows
 
 RETRY_S = 5.0
@@ -109,6 +110,8 @@ class ClusterContext:
     append_retry_s: float = publishing.RETRY_S_MAX
     #: Set when a newer data cluster was met: this one has to end.
     fenced: threading.Event = field(default_factory=threading.Event)
+    #: Set when this data cluster begins to end.
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def source_options(self) -> dict[str, str]:
         """Return the options of the source for all datasets."""
@@ -187,6 +190,8 @@ class QueryRunner:
         self._set_state("running")
         self._stream: StreamingQuery | None = None
         self._base = 0
+        #: The number of the execution that runs, or ran last.
+        self._execution = 0
         self._checkpoint = context.checkpoint(query.name)
         self._progress: Progress | None = None
         #: The error of the execution that has failed: that of the stream quotes it in pages of text.
@@ -204,6 +209,9 @@ class QueryRunner:
         #: Held while an execution runs.
         self._executing = threading.Lock()
         self._stopping = threading.Event()
+        #: The beginning of the window that comes next, or is executed; None: Spark has not asked for one.
+        self._window_start: Mapping[str, Any] | None = None
+        self._stall = Stall(query.period_s)
 
     @property
     def is_failing(self) -> bool:
@@ -211,14 +219,46 @@ class QueryRunner:
         return self.status.state == "failing"
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether there is something to execute, and no execution ends."""
+        return self.status.state == "stalled"
+
+    @property
     def is_streaming(self) -> bool:
         """Whether its stream runs."""
         return self._stream is not None and bool(self._stream.isActive)
 
+    def watch(self, now: float) -> None:
+        """Find out whether the query is stalled, and show it. It does not ask Spark, which may hang.
+
+        ``now``: of a clock that only grows, in seconds. Raises LogServerFailed.
+        """
+        reason = self._stall.look(self._waits_for(), self.status.execution, now)
+        if reason and not self.is_stalled:
+            _log.warning("query %s is stalled: %s", self.query.name, reason)
+            self._set_state("stalled", reason)
+        elif self.is_stalled and not reason:
+            self._set_state("running")
+
+    def _waits_for(self) -> str:
+        """Return what does not happen, though there is something to execute; empty: there is nothing."""
+        if self.is_failing or self._stopping.is_set():
+            return ""
+        if self._executing.locked():
+            return f"execution {self._execution} does not end"
+        if self._window_start is None:
+            return "Spark does not begin to execute it"
+        return "records wait, and no execution begins" if self._windows.has_waiting(self._window_start) else ""
+
     # The stream.
 
     def keep_running(self) -> None:
-        """Start the stream if it does not run, and is not to wait. Raises LogServerFailed, OSError."""
+        """Start the stream if it does not run, and is not to wait.
+
+        Raises LogServerFailed and OSError, and SparkFailed where Spark has ended.
+        """
+        if self._context.stopping.is_set():
+            return
         if self._stream is not None and not self._stream.isActive:
             self._has_spark_failed = self._error is None
             error = self._error or self._stream.exception()
@@ -288,6 +328,9 @@ class QueryRunner:
         if is_fenced_by_another(error):
             self._context.fenced.set()
             return
+        if self._context.stopping.is_set():
+            return  # parts of Spark may have ended before
+        check_spark(self._context.spark)
         reason = reason_of(error)
         self._count({"failures": 1})
         self._set_state("failing", reason)
@@ -300,6 +343,7 @@ class QueryRunner:
     def _start_stream(self) -> StreamingQuery:
         base = self._prepared_checkpoint()
         self._base, self._error, self._has_spark_failed = base.execution, None, False
+        self._window_start = None
         self._stopping.clear()
         batches = self._context.spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 1).load()
         writer = batches.writeStream.queryName(self.query.name).foreachBatch(self._execute)
@@ -348,8 +392,10 @@ class QueryRunner:
             window = self._next_window(batch)
             with self._executing:
                 self._check_stopping()
+                self._execution = self._base + batch + 1
                 self._checkpoint.write_end(batch, window.end)
-                self._execute_window(rows.sparkSession, self._base + batch + 1, window)
+                self._execute_window(rows.sparkSession, self._execution, window)
+                self._window_start = window.end
         except Exception as error:
             self._error = error
             # Without the cause: Spark searches the text of an error with a regular expression that recurses. A long
@@ -358,7 +404,8 @@ class QueryRunner:
 
     def _next_window(self, batch: int) -> Window:
         """Return the window of a batch: that of its last attempt, or else the next one, when it has ended."""
-        start, end = self._checkpoint.start(batch), self._checkpoint.end(batch)
+        self._window_start = start = self._checkpoint.start(batch)
+        end = self._checkpoint.end(batch)
         while end is None:
             self._check_stopping()
             end = self._windows.next_end(start)

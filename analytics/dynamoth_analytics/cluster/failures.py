@@ -7,6 +7,9 @@ import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
+
+from pyspark.sql import SparkSession
 
 from dynamoth.edge.log import is_fenced
 from dynamoth.errors import DynamothError
@@ -15,6 +18,9 @@ from dynamoth_analytics.cluster.servers import LogServerFailed
 from dynamoth_analytics.errors import SparkFailed
 
 CHARACTERS_MAX = 300
+
+
+_AGAIN = "this process ends, and is to be started again; queries go on where they were"
 
 
 class TakenOver(DynamothError):
@@ -63,6 +69,19 @@ def reason_of(error: BaseException) -> str:
         return causes[-1][1].strip()[:CHARACTERS_MAX]
     lines = text.partition(_STREAM)[0].splitlines() or [type(error).__name__]
     return f"{type(error).__name__}: {lines[-1].strip()}"[:CHARACTERS_MAX]
+
+
+def check_spark(spark: SparkSession) -> None:
+    """Raise SparkFailed where Spark has ended."""
+    context: Any = spark.sparkContext
+    process = getattr(context._gateway, "proc", None)
+    ended = process is not None and process.poll() is not None
+    try:
+        ended = ended or context._jsc is None or context._jsc.sc().isStopped()
+    except Exception as error:  # py4j has several for a Java that is gone
+        raise SparkFailed(f"Spark does not answer ({type(error).__name__}): {_AGAIN}") from error
+    if ended:
+        raise SparkFailed(f"Spark has stopped, or its Java has died: {_AGAIN}")
 
 
 def is_fenced_by_another(error: BaseException) -> bool:

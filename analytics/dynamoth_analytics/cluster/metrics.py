@@ -52,6 +52,8 @@ def collect(runner: ClusterRunner) -> Iterator[Metric]:
     yield _FAMILIES.gauge("queries_refused", "Queries whose definition cannot be executed", len(runner.refused))
     failing = sum(each.is_failing for each in queries.values())
     yield _FAMILIES.gauge("queries_failing", "Queries that fail now", failing)
+    stalled = sum(each.is_stalled for each in queries.values())
+    yield _FAMILIES.gauge("queries_stalled", "Queries of which no execution ends though records wait", stalled)
     yield _FAMILIES.gauge("interests", "Interests of all queries", sum(len(each.table) for each in queries.values()))
     yield _FAMILIES.counter("archived", "Records that were archived", runner.archiver.records)
     is_full = int(runner.archiver.is_full)

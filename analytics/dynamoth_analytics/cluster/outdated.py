@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamoth.data.results import changed_payload
+from dynamoth.data.results import changed_payload, says_the_same
 from dynamoth.edge.log import log_keys, log_server
 from dynamoth_analytics.cluster.interest_table import InterestTable
 from dynamoth_analytics.cluster.publishing import Publication
@@ -43,15 +43,20 @@ class OutdatedInterests:
         new = {each: reason for each, reason in unfit.items() if each not in self._ended}
         if not new or time.monotonic() < self._begun_at + BROKERS_S or not _is_latest(publication):
             return
-        payloads = {each: changed_payload(publication.query, publication.version, new[each]) for each in new}
+        head = publication.query, publication.version, publication.execution, publication.tick_ms
+        payloads = {each: changed_payload(*head, new[each]) for each in new}
         last = _last_payloads(publication.servers, [*payloads])
-        waiting = {each: payload for each, payload in payloads.items() if last.get(each) != payload}
+        waiting = {each: payload for each, payload in payloads.items() if not _is_said(last.get(each), payload)}
         counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
         publication.publish_payloads(waiting.items(), counts)
         self._ended |= new.keys()
         if waiting:
             text = "query %s has changed: %d interests do not fit it any more, and know"
             _log.warning(text, publication.query, len(waiting))
+
+
+def _is_said(last: bytes | None, payload: bytes) -> bool:
+    return last is not None and says_the_same(last, payload)
 
 
 def _is_latest(publication: Publication) -> bool:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
+from dynamoth_analytics.cluster.ending import is_asked_to_end, java_ignores_sigterm
 from dynamoth_analytics.cluster.failures import TakenOver, reason_of
 from dynamoth_analytics.cluster.identity import WrongFolder
 from dynamoth_analytics.cluster.ingest import Ingest
@@ -28,7 +30,7 @@ from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
 from dynamoth_analytics.session import check_session, open_session
 from dynamoth_daemon import metrics
-from dynamoth_daemon.exit_codes import EXIT_FAILED, EXIT_REFUSED
+from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from dynamoth_daemon.process import DaemonProcess
 from dynamoth_link.options import LinkOptions
 
@@ -37,6 +39,9 @@ LOOK_S = 1.0
 
 UPKEEP_S = 60.0
 """Interests are ended, and snapshots renewed, this often."""
+
+WATCH_S = 10.0
+"""Somebody looks this often whether queries are stalled."""
 
 JAVA_OPTIONS = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000"
@@ -84,13 +89,26 @@ def run(config: DataClusterConfig) -> int:
 
     Raises ConfigError (the folder, the log servers, no Java) and SparkFailed.
     """
+    try:
+        return _run_with_spark(config)
+    except DynamothError:
+        if not is_asked_to_end():
+            raise
+        return EXIT_DONE  # Java, and what else was started, may have ended before
+
+
+def _run_with_spark(config: DataClusterConfig) -> int:
     _silence_py4j()
-    folder = _prepared(Path(config.folder).resolve())
+    folder = prepare_folder(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")
     check_session(arguments)
     codes: list[int] = []
     try:
-        with open_session(arguments, "dynamoth data-cluster", JAVA_OPTIONS) as spark:
+        with ExitStack() as stack:
+            with java_ignores_sigterm():
+                spark = stack.enter_context(open_session(arguments, "dynamoth data-cluster", JAVA_OPTIONS))
+            if is_asked_to_end():
+                return EXIT_DONE
             spark.dataSource.register(DynamothSource)
             # Windows are small: each partition of a shuffle costs more than what is in it.
             spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
@@ -108,10 +126,10 @@ def _silence_py4j() -> None:
     logging.getLogger().addFilter(lambda record: "py4j" not in record.pathname)
 
 
-def _prepared(folder: Path) -> Path:
-    """Return the folder, which exists and can be written. Raises ConfigError."""
+def prepare_folder(folder: Path) -> Path:
+    """Return the folder, which exists and can be written; a new one is for this account alone. Raises ConfigError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.write_bytes(b"1")
         probe.unlink()
@@ -143,7 +161,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._ingesting: asyncio.Future[None] | None = None
         #: What does not work now, by kind of work.
         self._faults: dict[str, str] = {}
-        self._threads = ThreadPoolExecutor(4, "data-cluster")
+        self._threads = ThreadPoolExecutor(5, "data-cluster")
 
     async def run(self) -> int:
         """Run until the end; return the exit code."""
@@ -155,6 +173,7 @@ class DataClusterProcess(DaemonProcess[Any]):
             self._keep("queries", self._runner.look, LOOK_S),
             self._keep_begun("archive", self._runner.archive, self._config.archive_s),
             self._keep_begun("upkeep", self._runner.tidy, UPKEEP_S),
+            self._keep_begun("watch", self._runner.watch, WATCH_S),
         )
         tasks = [self._ingesting, *map(asyncio.ensure_future, works)]
         try:
@@ -190,6 +209,8 @@ class DataClusterProcess(DaemonProcess[Any]):
             try:
                 await loop.run_in_executor(self._threads, work)
             except (SparkFailed, TakenOver, WrongFolder) as error:
+                if self._stop.is_set():
+                    return  # Spark may have ended before
                 if self._ingesting is not None:
                     self._ingesting.cancel()
                 self._log.write(logging.CRITICAL, "the data cluster ends", str(error))
@@ -198,7 +219,7 @@ class DataClusterProcess(DaemonProcess[Any]):
             except Exception as error:  # of Spark, py4j and Arrow, too: the other queries go on
                 is_ours = isinstance(error, DynamothError | OSError)
                 reason = reason_of(error)
-                if self._faults.get(name) != reason:
+                if self._faults.get(name) != reason and not self._stop.is_set():
                     self._log.write(
                         logging.ERROR, "trying again", reason, work=name, exception=None if is_ours else error
                     )
@@ -209,6 +230,11 @@ class DataClusterProcess(DaemonProcess[Any]):
             await asyncio.sleep(every_s)
 
     # The parts of a daemon.
+
+    def shut_down(self) -> None:
+        """End; what fails from now on, as parts of Spark may have ended already, is no fault of a query."""
+        self._runner.prepare_stop()
+        super().shut_down()
 
     def execute(self, action: Any) -> None:
         """Do nothing: the machine has no actions."""
@@ -232,6 +258,12 @@ class DataClusterProcess(DaemonProcess[Any]):
 
     def why_not_ready(self) -> str | None:
         """Return what does not work now. A query that fails is shown by metrics and status: others are executed."""
-        if self._faults:
-            return "\n".join(f"{name}: {reason}" for name, reason in self._faults.items())
-        return None if self._runner.has_begun else "it has not begun yet"
+        faults = [f"{name}: {reason}" for name, reason in self._faults.items()]
+        queries = self._runner.queries().items()
+        faults += [f"query {name} is stalled: {each.status.reason}" for name, each in queries if each.is_stalled]
+        for name, fault in self._ingest.faults.items():
+            what = f"dataset {name}" if name else "the catalog"
+            faults.append(f"what is published waits to be stored ({what}): {fault}")
+        if not faults and not self._runner.has_begun:
+            return "it has not begun yet"
+        return "\n".join(faults) or None

@@ -8,7 +8,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,13 @@ from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
-from dynamoth_analytics.cluster.failures import Failures, TakenOver, reason_of
+from dynamoth_analytics.cluster.failures import Failures, TakenOver, check_spark, reason_of
 from dynamoth_analytics.cluster.identity import check_identity
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
 from dynamoth_analytics.cluster.retention import Needs, needs_of, unneeded
-from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
 from dynamoth_analytics.errors import SparkFailed
@@ -101,7 +103,7 @@ class ClusterRunner:
         with self._looking:
             if self._is_stopping:
                 return
-            self._check_spark()
+            check_spark(self._spark)
             if self._context is None:
                 self._context = self._begin()
                 self.on_begun()
@@ -117,7 +119,8 @@ class ClusterRunner:
 
     def archive(self) -> None:
         """Copy new records to the archive, if this is the newest data cluster."""
-        if self.is_in_charge:
+        if self._context is not None and self.is_in_charge:
+            self.archiver.check_term = partial(self._check_term, self._context)
             self.archiver.archive(self._servers.catalog())
 
     def tidy(self) -> None:
@@ -150,9 +153,17 @@ class ClusterRunner:
                     context.snapshots.renew(self._spark, dataset, states, own)
         failures.raise_first()
 
+    def watch(self) -> None:
+        """Show which queries are stalled. It does not ask Spark: the other methods wait for one that hangs."""
+        for runner in self.queries().values():
+            with suppress(LogServerFailed):  # to look says so
+                runner.watch(time.monotonic())
+
     def prepare_stop(self) -> None:
         """Begin no further execution."""
         self._is_stopping = True
+        if self._context is not None:
+            self._context.stopping.set()
         for runner in self.queries().values():
             runner.prepare_stop()
 
@@ -164,22 +175,15 @@ class ClusterRunner:
             for name, runner in self._runners.items():
                 try:
                     runner.stop(end - time.monotonic())
-                except Exception as error:  # Java may be gone; what was not done is done by the next process
+                except Exception as error:  # what was not done is done by the next process
+                    try:
+                        check_spark(self._spark)
+                    except SparkFailed:
+                        _log.info("Spark has ended before the queries were stopped")
+                        return
                     _log.warning("query %s did not stop as it should: %s", name, type(error).__name__)
 
     # Parts.
-
-    def _check_spark(self) -> None:
-        """Raise SparkFailed where Spark has ended."""
-        context: Any = self._spark.sparkContext
-        process = getattr(context._gateway, "proc", None)
-        ended = process is not None and process.poll() is not None
-        try:
-            ended = ended or context._jsc is None or context._jsc.sc().isStopped()
-        except Exception as error:  # py4j has several for a Java that is gone
-            raise SparkFailed(f"Spark does not answer ({type(error).__name__}): {_AGAIN}") from error
-        if ended:
-            raise SparkFailed(f"Spark has stopped, or its Java has died: {_AGAIN}")
 
     def _begin(self) -> ClusterContext:
         """Take a term that is larger than those of all data clusters before this one.
@@ -196,9 +200,12 @@ class ClusterRunner:
             SmallWindows(self._servers, self._folder, snapshots),
         )  # fmt: skip
 
-    def _check_term(self, context: ClusterContext) -> None:
-        """Raise TakenOver where another data cluster is newer; a server that has lost the term gets it again."""
-        taken = self._servers.claim_term(context.term, self._owner)
+    def _check_term(self, context: ClusterContext, server: str | None = None) -> None:
+        """Raise TakenOver where another data cluster is newer; a server that has lost the term gets it again.
+
+        It is newer at all servers once it has begun: so one server can be asked alone.
+        """
+        taken = self._servers.claim_term(context.term, self._owner, server)
         if taken is not None or context.fenced.is_set():
             context.fenced.set()
             number = "" if taken is None else f" (term {taken})"
@@ -276,6 +283,8 @@ class ClusterRunner:
                     if name in orders:
                         runner.restart()
                     runner.keep_running()
+                except SparkFailed:
+                    raise
                 except Exception as error:
                     runner.show_failure(error)
                     raise
@@ -307,8 +316,6 @@ class ClusterRunner:
 
 _Definitions = tuple[StandingQuery, dict[str, Dataset], dict[str, str]]
 """A query, its datasets, and why the definitions of some of these cannot be read."""
-
-_AGAIN = "this process ends, and is to be started again; queries go on where they were"
 
 
 def _datasets(catalog: Catalog, query: StandingQuery) -> dict[str, Dataset]:

@@ -22,7 +22,8 @@ from dynamoth.data.records import PartitionState, parse_state, partition_name, p
 from dynamoth.data.terms import claim_command, parse_claim, take_term
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import CommandPart
-from dynamoth_link.urls import InvalidUrl, parse_log_servers, redact
+from dynamoth_link.errors import connect_timed_out, diagnose_exception, diagnose_reply, violation
+from dynamoth_link.urls import InvalidUrl, parse_log_servers, parse_server_url
 
 T = TypeVar("T")
 
@@ -110,12 +111,13 @@ class LogServers:
                 return term
             reply = self.run(server, command)
 
-    def claim_term(self, term: int, owner: str) -> int | None:
-        """Claim a term again at all servers; return the term that another data cluster has, or None.
+    def claim_term(self, term: int, owner: str, server: str | None = None) -> int | None:
+        """Claim a term again at one server, or all; return the term that another data cluster has there, or None.
 
         Raises LogServerFailed.
         """
-        claims = [parse_claim(self.run(id_, claim_command(term, owner))) for id_ in self.ids]
+        servers = self.ids if server is None else (server,)
+        claims = [parse_claim(self.run(id_, claim_command(term, owner))) for id_ in servers]
         return max((taken for taken, is_own in claims if not is_own), default=None)
 
     def now_ms(self) -> int:
@@ -155,7 +157,21 @@ class LogServers:
         try:
             return execute(_connections(url, self.tls))
         except redis.exceptions.RedisError as error:
-            raise LogServerFailed(f"log server {server} ({redact(url)}): {error}") from error
+            raise LogServerFailed(f"log server {server}: {_explained(url, error)}") from error
+
+
+def _explained(url: str, error: redis.exceptions.RedisError) -> str:
+    """Return what has failed, with cause and cure where a connection was not made, as links say it."""
+    address, text, before = parse_server_url(url), str(error), error.__cause__ or error.__context__
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return str(diagnose_reply(address, address.username, "WRONGPASS" if address.password else "NOAUTH"))
+    if isinstance(error, redis.exceptions.InvalidResponse):
+        return str(violation(address, text))
+    if isinstance(error, redis.exceptions.TimeoutError) and "connecting" in text:
+        return str(connect_timed_out(address, TIMEOUT_S))
+    if isinstance(error, redis.exceptions.ConnectionError) and isinstance(before, OSError):
+        return str(diagnose_exception(address, before))
+    return f"{address.redacted()}: {text}"
 
 
 def read_servers(text: str, *, durable: bool = False, options: Mapping[str, str] = MappingProxyType({})) -> LogServers:

@@ -60,6 +60,7 @@ class Windows:
         self._counts = {each.stream: each.partitions for each in (on, *reads) if each.kind != "static"}
         self._static = [each.name for each in reads if each.kind == "static"]
         self._own = f"{on.stream}/"
+        self._own_counts = {on.stream: on.partitions}
 
     def next_end(self, start: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the end of the window behind ``start``; None: no tick has passed, or there are no new records.
@@ -76,6 +77,13 @@ class Windows:
         catalog = self._servers.catalog() if self._static else Catalog()
         loaded = {name: catalog.datasets[name].loaded for name in self._static if name in catalog.datasets}
         return {"tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": ends, "static": loaded}
+
+    def has_waiting(self, start: Mapping[str, Any]) -> bool:
+        """Tell whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""
+        if self.ticks.latest(int(time.time() * 1000)) <= start["tick_ms"]:
+            return False
+        before: Mapping[str, int] = start["offsets"]
+        return any(tip > before.get(name, 0) for name, tip in self._servers.tips(self._own_counts).items())
 
     def now(self) -> dict[str, Any]:
         """Return a beginning behind all records that there are. Raises LogServerFailed."""

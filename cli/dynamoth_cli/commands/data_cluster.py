@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from dynamoth.errors import ConfigError
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import DataClusterSettings
-from dynamoth_analytics.cluster.process import DataClusterConfig
-from dynamoth_analytics.cluster.process import run as run_data_cluster
-from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.ending import noted_signals
 from dynamoth_cli.settings import add_settings, cluster_url, link_options, redis_py_tls, run_daemon
 from dynamoth_link.urls import InvalidUrl, parse_log_servers
+
+if TYPE_CHECKING:  # it loads PySpark, which takes long: signals are noted before that
+    from dynamoth_analytics.cluster.process import DataClusterConfig
 
 CLIENT_NAME = "dynamoth-data-cluster"
 
@@ -24,11 +26,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM."""
-    return run_daemon(arguments, data_cluster_config, run_data_cluster)
+    with noted_signals():
+        from dynamoth_analytics.cluster.process import run as run_data_cluster
+
+        return run_daemon(arguments, data_cluster_config, run_data_cluster)
 
 
 def data_cluster_config(loaded: LoadedConfig) -> DataClusterConfig:
     """Return the configuration of a data cluster. Raises ConfigError."""
+    from dynamoth_analytics.cluster.process import DataClusterConfig
+    from dynamoth_analytics.cluster.servers import LogServers
+
     settings = loaded.config.data_cluster
     try:
         logs = parse_log_servers(settings.logs)
