@@ -18,7 +18,7 @@ from dynamoth.edge.interests import channel_interest, query_interest
 from dynamoth.edge.log import FENCED
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, LinkDown, Replied, Send
-from dynamoth_broker.definitions import BELIEVED_S
+from dynamoth_broker.definitions import BELIEVED_S, UNKNOWN_MAX
 from dynamoth_broker.events import (
     ChannelConfirmed,
     Closed,
@@ -343,3 +343,61 @@ def test_a_fence_of_logs_is_no_matter_of_records() -> None:
     [append] = scripts(publish(broker, 7, {"id": "b", "n": 1}), APPEND_SCRIPT)
     [answer] = frames(broker.tell(Replied(LOG, append.tag, ErrorReply(FENCED))), 1)
     assert answer.code == "log_unavailable"
+
+
+def test_nobody_publishes_dead_letters() -> None:
+    """They say which user has sent what: a user who could write them could blame others."""
+    broker = publishing()
+    letter = {"reason": "forged", "source": "user bob", "record": "x", "at": 0}
+    actions = broker.frame(1, PublishRequest(7, channel_interest("d:reports_dead"), json.dumps(letter).encode()))
+    [refusal] = frames(actions, 1)
+    assert (refusal.code, refusal.retry) == ("unknown_dataset", "never")
+    assert reads(actions) == []
+    posted = broker.tell(RecordsPosted("request", "reports_dead", [json.dumps(letter).encode(), b"malformed"], ANN))
+    [answer] = only(RecordsAnswered, posted)
+    assert [code for code, _ in answer.outcomes] == ["unknown_dataset"] * 2
+    assert reads(posted) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 49, "Reports", "reports\n", "é"])
+def test_a_name_that_no_definition_can_have_is_unknown_without_a_question(name: str) -> None:
+    broker = publishing()
+    actions = broker.tell(RecordsPosted("request", name, [b"{}"], ANN))
+    [answer] = only(RecordsAnswered, actions)
+    assert (answer.outcomes[0][0], reads(actions)) == ("unknown_dataset", [])
+    actions = broker.open(2, SubscriptionRequest(1, query_interest(name, {}), None), grant=ANN)
+    assert only(Error, frames(actions, 2))[0].code == "unknown_query"
+    assert asked(actions, QUERIES_KEY) == []
+
+
+def test_a_broker_remembers_a_bounded_number_of_unknown_names() -> None:
+    broker = publishing()
+
+    def ask(name: str) -> list[Send]:
+        return asked(broker.tell(RecordsPosted("request", name, [b"{}"], ANN)), DATASETS_KEY)
+
+    for number in range(UNKNOWN_MAX + 1):
+        [question] = ask(f"n{number}")
+        defined(broker, question, None)
+    assert ask(f"n{UNKNOWN_MAX}") == [], "it is remembered"
+    assert ask("reports") == [], "one with a definition is not forgotten"
+    [question] = ask("n0")
+    defined(broker, question, None)
+    assert ask("n0") == [] and len(ask("n1")) == 1, "the oldest is forgotten"
+    records = broker.broker.records
+    assert records is not None
+    assert records.definitions.size <= UNKNOWN_MAX + 2
+
+
+def test_a_name_that_is_asked_for_again_is_not_forgotten_meanwhile() -> None:
+    broker = publishing()
+    posted = RecordsPosted("request", "later", [b'{"id": "a", "n": 1}'], ANN)
+    [question] = asked(broker.tell(posted), DATASETS_KEY)
+    defined(broker, question, None)
+    broker.pass_time(BELIEVED_S)
+    [again] = asked(broker.tell(posted), DATASETS_KEY)
+    for number in range(UNKNOWN_MAX + 1):
+        [question] = asked(broker.tell(RecordsPosted("other", f"n{number}", [b"{}"], ANN)), DATASETS_KEY)
+        defined(broker, question, None)
+    assert scripts(defined(broker, again, replace(REPORTS, name="later")), APPEND_SCRIPT) != []
+    assert asked(broker.tell(posted), DATASETS_KEY) == [], "its definition is known"
