@@ -162,6 +162,23 @@ async def test_one_and_one_point_zero_are_one_interest(servers: tuple[str, dict[
         assert len({answer["s"] for answer in user.answers().values()}) == 1
 
 
+@pytest.mark.parametrize("user_token", [token(), None])
+@in_a_loop
+async def test_a_user_has_a_bounded_number_of_new_interests_registered(
+    servers: tuple[str, dict[str, str]], tmp_path: Path, user_token: str | None
+) -> None:
+    async with place(servers, tmp_path, new_interests_per_hour_max=2, anonymous=user_token is None) as where:
+        await where.put(replace(NEAR, name="free", bind=()))
+        free = [{"query": "free", "params": {"user": "ada", "most": most}} for most in range(1, 5)]
+        first = await RawUser.open(where.broker.url, *free[:3], token=user_token)
+        answers = [first.answers()[ref] for ref in range(3)]
+        assert [each["type"] for each in answers] == ["subscribed", "subscribed", "error"]
+        assert (answers[2]["code"], answers[2]["retry"]) == ("too_many_interests", "later")
+        assert answers[2]["retry_after_ms"] > 1_700_000
+        second = await RawUser.open(where.broker.url, free[1], free[3], token=user_token)
+        assert [second.answers()[ref]["type"] for ref in range(2)] == ["subscribed", "error"]
+
+
 @in_a_loop
 async def test_interests_with_users_are_renewed_and_others_expire(
     servers: tuple[str, dict[str, str]], tmp_path: Path

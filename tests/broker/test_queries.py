@@ -13,7 +13,17 @@ from dynamoth.data.datasets import Dataset, Field
 from dynamoth.data.queries import Parameter, StandingQuery
 from dynamoth.data.records import APPEND_SCRIPT
 from dynamoth.data.registrations import REGISTER_SCRIPT
-from dynamoth.edge.frames import Error, MovedIn, Published, PublishRequest, Subscribed, SubscriptionRequest
+from dynamoth.edge.frames import (
+    Connect,
+    Error,
+    MovedIn,
+    Published,
+    PublishRequest,
+    Subscribe,
+    Subscribed,
+    SubscriptionRequest,
+    Unsubscribe,
+)
 from dynamoth.edge.interests import channel_interest, query_interest
 from dynamoth.edge.log import FENCED
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
@@ -23,6 +33,7 @@ from dynamoth_broker.events import (
     ChannelConfirmed,
     Closed,
     Grant,
+    Opened,
     Publications,
     RecordsAnswered,
     RecordsPosted,
@@ -401,3 +412,42 @@ def test_a_name_that_is_asked_for_again_is_not_forgotten_meanwhile() -> None:
         defined(broker, question, None)
     assert scripts(defined(broker, again, replace(REPORTS, name="later")), APPEND_SCRIPT) != []
     assert asked(broker.tell(posted), DATASETS_KEY) == [], "its definition is known"
+
+
+# Bounds.
+
+
+def subscribe_to(broker: Broker, user: str, ref: int, connection: int = 1) -> list[Any]:
+    """Subscribe to a query with parameters of this user's own; its interest is registered at once."""
+    interest = query_interest("every", {"area": ref})
+    actions = broker.frame(connection, Subscribe(SubscriptionRequest(ref, interest, None)))
+    for ask in asked(actions, QUERIES_KEY):
+        actions += defined(broker, ask, EVERY)
+    for register in scripts(actions, REGISTER_SCRIPT):
+        broker.tell(Replied(LOG, register.tag, 1))
+    return actions
+
+
+EVERY = replace(NEAR, name="every", parameters=(Parameter("area", "int"),), bind=())
+
+
+@pytest.mark.parametrize("grant", [ANN, Grant()])
+def test_a_user_who_has_ever_other_interests_registered_is_slowed_down(grant: Grant) -> None:
+    """Each of them is executed until its time is over, though nobody has it."""
+    broker = Broker(replace(OPTIONS, new_interests_per_hour_max=3))
+    broker.tell(Opened(1, Connect("one"), grant, "10.0.0.1"))
+    for ref in range(3):
+        assert scripts(subscribe_to(broker, "ann", ref), REGISTER_SCRIPT) != []
+        broker.frame(1, Unsubscribe(query_interest("every", {"area": ref}).id))
+    refused = subscribe_to(broker, "ann", 3)
+    assert scripts(refused, REGISTER_SCRIPT) == []
+    [error] = only(Error, frames(refused, 1))
+    assert (error.code, error.retry, error.retry_after_ms, error.ref) == ("too_many_interests", "later", 1_200_000, 3)
+    assert broker.broker.counters["interests_refused"] == 1
+    assert scripts(subscribe_to(broker, "ann", 2), REGISTER_SCRIPT) != [], "this one is registered already"
+    broker.tell(Opened(2, Connect("two"), replace(grant, user=grant.user and "bob"), "10.0.0.2"))
+    assert scripts(subscribe_to(broker, "bob", 4, connection=2), REGISTER_SCRIPT) != [], "another user"
+    broker.tell(Opened(3, Connect("three"), grant, "10.0.0.1"))
+    assert only(Error, frames(subscribe_to(broker, "ann", 5, connection=3), 3)) != [], "another session of the user"
+    broker.pass_time(1200.0)
+    assert scripts(subscribe_to(broker, "ann", 3), REGISTER_SCRIPT) != []

@@ -425,7 +425,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._stream_refuses(user.positions, Subscribe(each))
         user.is_opened = True
         self._is_empty.clear()
-        self._driver.handle(Opened(conn, connect, grant))
+        self._driver.handle(Opened(conn, connect, grant, conn.peer.rpartition(":")[0]))
 
     def _refresh(self, conn: UserConnection, frame: Refresh) -> None:
         try:
