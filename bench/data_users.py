@@ -160,6 +160,7 @@ def _start_broker(stack: ExitStack, folder: Path, config_file: Path, servers: Da
     command = dynamoth_command(
         *("broker", "--config", str(config_file), "--id", "b1", "--port", str(port), "--http-port", "0"),
         *("--logs", servers.logs, "--data-cluster", "true", "--token-keys-file", str(write_keys(folder))),
+        *("--new-interests-per-hour-max", "0"),  # one token has all users
     )
     broker = Child("broker", command, environment=environment_without_settings())
     stack.callback(broker.kill)

@@ -4,6 +4,9 @@ A definition is read when it is needed, and believed for ``BELIEVED_S``. Whoever
 for the same answer. The latest version of any server counts: a server that was away may have an older one. That there
 is no definition is believed only if all servers say so: one that has lost its data knows nothing of those that others
 have.
+
+A name that no definition can have is not asked for: users choose it. Of names without a definition, the latest
+``UNKNOWN_MAX`` are remembered.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, parse_entry
-from dynamoth.data.datasets import DEAD_SUFFIX, Dataset, dead_letters, read_dataset
+from dynamoth.data.datasets import DEAD_SUFFIX, NAME, Dataset, read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.edge.log import LogOptions
 from dynamoth.errors import ConfigError, MalformedMessage
@@ -25,6 +28,9 @@ from dynamoth_broker.logs import Logs
 
 BELIEVED_S = 5.0
 """So long after a definition has changed, a broker may still go by the former one."""
+
+UNKNOWN_MAX = 1000
+"""Names without a definition that are remembered: users who ask for them again cost no command."""
 
 UNAVAILABLE = "unavailable"
 """In place of a definition: it is not known, and not all log servers have answered."""
@@ -59,23 +65,27 @@ class Definitions:
         self._logs = logs
         self._counters = counters
         self._known: dict[tuple[bytes, str], _Known] = {}
+        #: Those without a definition that are not being read, the oldest first.
+        self._unknown: dict[tuple[bytes, str], None] = {}
+
+    @property
+    def size(self) -> int:
+        """How many names are remembered or being read."""
+        return len(self._known)
 
     def query(self, name: str, then: OnDefinition, now: float) -> list[BrokerAction]:
         """Have ``then`` get the definition of a query."""
         return self._find(QUERIES_KEY, name, then, now)
 
     def dataset(self, name: str, then: OnDefinition, now: float) -> list[BrokerAction]:
-        """Have ``then`` get the definition of a dataset; of one with refused records it follows from the other's."""
-        if not name.endswith(DEAD_SUFFIX):
-            return self._find(DATASETS_KEY, name, then, now)
-        base = name.removesuffix(DEAD_SUFFIX)
-
-        def derived(definition: Any, now: float) -> Sequence[BrokerAction]:
-            return then(dead_letters(base) if isinstance(definition, Dataset) else definition, now)
-
-        return self._find(DATASETS_KEY, base, derived, now)
+        """Have ``then`` get the definition of a dataset that users may write to: there is none for dead letters."""
+        if name.endswith(DEAD_SUFFIX):
+            return [*then(None, now)]
+        return self._find(DATASETS_KEY, name, then, now)
 
     def _find(self, key: bytes, name: str, then: OnDefinition, now: float) -> list[BrokerAction]:
+        if not NAME.fullmatch(name):
+            return [*then(None, now)]
         known = self._known.setdefault((key, name), _Known())
         if known.read_at is not None and now < known.read_at + BELIEVED_S:
             return [*then(known.definition, now)]
@@ -83,26 +93,27 @@ class Definitions:
         if known.unanswered:
             return []
         known.unanswered, known.answers = len(self._ids), 0
+        self._unknown.pop((key, name), None)
 
         def command(run_id: str, new_epoch: int, options: LogOptions) -> tuple[CommandPart, ...]:
             return b"HMGET", key, name.encode()
 
         def replied(reply: Any, now: float) -> Sequence[BrokerAction]:
-            return self._replied(name, known, reply, now, is_query=key == QUERIES_KEY)
+            return self._replied((key, name), known, reply, now)
 
         actions: list[BrokerAction] = []
         for id_ in self._ids:
             actions += self._logs.request_at(id_, command, replied, now)
         return actions
 
-    def _replied(self, name: str, known: _Known, reply: Any, now: float, *, is_query: bool) -> Sequence[BrokerAction]:
+    def _replied(self, place: tuple[bytes, str], known: _Known, reply: Any, now: float) -> Sequence[BrokerAction]:
         known.unanswered -= 1
         try:
             if reply is not None and not isinstance(reply, ErrorReply):
                 (value,) = read_array(reply)
                 known.answers += 1
                 if value is not None:
-                    self._take(name, known, parse_entry(read_bytes(value)), is_query=is_query)
+                    self._take(place, known, parse_entry(read_bytes(value)))
         except (MalformedMessage, ValueError):
             self._counters["malformed"] += 1
         if known.unanswered:
@@ -111,20 +122,26 @@ class Definitions:
         is_known = known.answers == len(self._ids) or (known.answers > 0 and known.version > 0)
         if is_known:
             known.read_at = now
+        if known.version == 0:
+            self._unknown[place] = None
+            if len(self._unknown) > UNKNOWN_MAX:
+                oldest = next(iter(self._unknown))
+                del self._unknown[oldest], self._known[oldest]
         actions: list[BrokerAction] = []
         for then in waiting:
             actions += then(known.definition if is_known else UNAVAILABLE, now)
         return actions
 
-    def _take(self, name: str, known: _Known, entry: Entry, *, is_query: bool) -> None:
+    def _take(self, place: tuple[bytes, str], known: _Known, entry: Entry) -> None:
         """Take what one server says, if it is newer than what is known."""
         if entry.version <= known.version:
             return
         known.version, known.definition = entry.version, None
         if entry.definition is None:
             return  # it was dropped
+        key, name = place
         values = {**entry.definition, "version": entry.version}
         try:
-            known.definition = read_query(name, values) if is_query else read_dataset(name, values)
+            known.definition = read_query(name, values) if key == QUERIES_KEY else read_dataset(name, values)
         except ConfigError:
             self._counters["definitions_malformed"] += 1

@@ -68,11 +68,15 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 
 @dataclass(slots=True)
 class Opened:
-    """Event: a user's connection has sent its ``connect``, with a token that grants this."""
+    """Event: a user's connection has sent its ``connect``, with a token that grants this.
+
+    ``address`` is the host at its other end: users without a token share the limits of their address.
+    """
 
     connection: ConnectionId
     connect: Connect
     grant: Grant
+    address: str = ""
 
 
 @dataclass(slots=True)

@@ -159,8 +159,8 @@ class BrokerMachine:
         match event:
             case Publications(messages):
                 return self._on_publications(messages, now)
-            case Opened(connection, connect, grant):
-                return self.users.open(connection, connect, grant, now)
+            case Opened(connection, connect, grant, address):
+                return self.users.open(connection, connect, grant, now, address)
             case Received(connection, frame):
                 session = self.users.open_session(connection)
                 return [] if session is None else self._on_frame(session, frame, now)

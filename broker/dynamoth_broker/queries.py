@@ -10,11 +10,13 @@ An interest that this broker has registered is renewed before its time is over, 
 when its log server comes back, and when its log is found to be lost: the server may have lost the interest, too. Until
 the server has answered, the interest does not count as registered. Nor does one without users: nobody would notice
 that its server has lost it. Nobody takes a registration back: it ends by itself, ``keep_s`` after the last renewal. So
-a user who moves or reconnects, or whose broker dies, finds it as it was.
+a user who moves or reconnects, or whose broker dies, finds it as it was. As users cannot take it back either, each may
+have only so many new ones registered (``NewInterests``).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -28,9 +30,10 @@ from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.machine.timers import Timers
 from dynamoth_broker.definitions import UNAVAILABLE, Definitions
 from dynamoth_broker.delivery import Delivery
-from dynamoth_broker.events import BrokerAction, BrokerOptions, Transmit
+from dynamoth_broker.events import RETRY_MS, BrokerAction, BrokerOptions, Transmit
 from dynamoth_broker.interests import InterestTable, SharedInterest
 from dynamoth_broker.logs import Logs
+from dynamoth_broker.new_interests import NewInterests
 from dynamoth_broker.sessions import Subscription
 
 RENEW_PART = 0.25
@@ -67,6 +70,7 @@ class Queries:
         #: Interests to register with the next flush, by query and log server.
         self._to_register: dict[tuple[str, str], dict[str, tuple[SharedInterest, float]]] = {}
         self._is_looking = False
+        self._new = NewInterests(options.new_interests_per_hour_max)
         delivery.on_log_lost = self._on_log_lost
 
     def begin(self, subscription: Subscription, now: float) -> list[BrokerAction]:
@@ -99,6 +103,9 @@ class Queries:
         if now < renew_at and keep_s <= kept_s:
             subscription.awaits_registration = False
             return self._delivery.begin(subscription, now)
+        if wait_s := self._new.wait_s(subscription.session.payer, interest.id, now):
+            return self._refuse_for_now(subscription, wait_s)
+        self._new.note(interest.id, now + keep_s, now)
         self._waiting.setdefault(interest.id, []).append(subscription)
         self._register(interest, keep_s)
         return []
@@ -107,6 +114,15 @@ class Queries:
         self._counters["queries_refused"] += 1
         self._delivery.refused.append(subscription)
         return [Transmit(subscription.session.connection, Error(code, text, ref=subscription.ref))]
+
+    def _refuse_for_now(self, subscription: Subscription, wait_s: float) -> list[BrokerAction]:
+        self._counters["interests_refused"] += 1
+        self._delivery.refused.append(subscription)
+        most = self._options.new_interests_per_hour_max
+        text = f"one user has {most} new interests per hour registered at most: see broker.new_interests_per_hour_max"
+        retry_ms = max(RETRY_MS, math.ceil(wait_s * 1000))
+        error = Error("too_many_interests", text, "later", retry_ms, subscription.ref)
+        return [Transmit(subscription.session.connection, error)]
 
     def _register(self, interest: SharedInterest, keep_s: float) -> None:
         place = interest.interest.name, self._logs.server_of(interest.id)
@@ -135,6 +151,7 @@ class Queries:
         for interest, keep_s in registered:
             if not has_failed:
                 self._renew_at[interest.id] = now + keep_s * RENEW_PART, keep_s
+                self._new.note(interest.id, now + keep_s, now)
             for subscription in self._waiting.pop(interest.id, ()):
                 if subscription.is_ended:
                     continue

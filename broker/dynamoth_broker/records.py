@@ -47,7 +47,9 @@ class Outcome:
 OnOutcome = Callable[[Outcome, float], Sequence[BrokerAction]]
 
 _UNKNOWN = Outcome("unknown_outcome", "the connection to the log server was lost: it may or may not be stored")
-_NO_DATASET = Outcome("unknown_dataset", "there is no such dataset, or it is static: nobody publishes there")
+_NO_DATASET = Outcome(
+    "unknown_dataset", "there is no such dataset, or it is static, or has dead letters: nobody publishes there"
+)
 _NO_DEFINITION = Outcome(
     "log_unavailable", "the definition of the dataset is not known, as log servers do not answer: nothing is stored"
 )
@@ -75,7 +77,7 @@ class Records:
         counters: Counter[str],
     ) -> None:
         """Begin; all arguments are shared with the owner."""
-        self._definitions = definitions
+        self.definitions = definitions
         self._logs = logs
         self._ids = tuple(server_ids)
         self._unix_offset = unix_offset
@@ -102,7 +104,7 @@ class Records:
     def store(self, name: str, record: bytes, subject: str, on_outcome: OnOutcome, now: float) -> list[BrokerAction]:
         """Store a record of a user whose token has this subject."""
         found = partial(self._found, record, subject, on_outcome)
-        return self._definitions.dataset(name, found, now)
+        return self.definitions.dataset(name, found, now)
 
     def _found(
         self, record: bytes, subject: str, on_outcome: OnOutcome, dataset: Dataset | str | None, now: float

@@ -72,6 +72,8 @@ class Session:
     heard_at: float
     #: When its connection was opened.
     opened_at: float = 0.0
+    #: Where it comes from: the host, without a port.
+    address: str = ""
     #: By interest id.
     subscriptions: dict[str, Subscription] = field(default_factory=dict[str, Subscription])
     #: How many subscriptions of its ``connect`` are not answered; 0 when ``moved_in`` was sent.
@@ -93,3 +95,8 @@ class Session:
     def key(self) -> tuple[str, str]:
         """User and session: what two connections of one session share."""
         return self.grant.user, self.name
+
+    @property
+    def payer(self) -> tuple[str, str]:
+        """Whose limits count: those of the token's subject, without one those of the address."""
+        return self.grant.user, "" if self.grant.user else self.address

@@ -100,9 +100,11 @@ class Users:
 
     # A connection begins and ends.
 
-    def open(self, connection: ConnectionId, connect: Connect, grant: Grant, now: float) -> list[BrokerAction]:
+    def open(
+        self, connection: ConnectionId, connect: Connect, grant: Grant, now: float, address: str
+    ) -> list[BrokerAction]:
         """Take a user who has connected, or send it elsewhere."""
-        session = Session(connection, connect.session, grant, connect.generation, now, now)
+        session = Session(connection, connect.session, grant, connect.generation, now, now, address)
         if refusal := self._why_not_admitted(session, connect.ticket):
             code, reason, error = refusal
             self._counters[f"refused_{error.code}"] += 1

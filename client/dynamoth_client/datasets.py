@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 from dynamoth.data.catalog import Catalog
-from dynamoth.data.datasets import BadRecord, Dataset, dead_letter, dead_letters
+from dynamoth.data.datasets import DEAD_SUFFIX, BadRecord, Dataset, dead_letter, dead_letters
 from dynamoth.data.records import (
     RECORDS_PER_COMMAND_MAX,
     append_records_command,
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class UnknownDataset(LogError):
-    """Raised when there is no such dataset, or it is static: that is loaded as a whole."""
+    """Raised when nobody appends there: there is no such dataset, it is static, or it has dead letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,12 @@ class DatasetWriter:
         return self._catalog
 
     async def _definition(self, name: str) -> Dataset:
+        if name.endswith(DEAD_SUFFIX):
+            raise UnknownDataset(f"{name!r} has the refused records of another dataset: nobody else stores there")
         catalog = self._catalog
-        if catalog is None or time.monotonic() > self._read_at + CATALOG_S or catalog.dataset(name) is None:
+        if catalog is None or time.monotonic() > self._read_at + CATALOG_S or name not in catalog.datasets:
             catalog = await self.catalog()
-        found = catalog.dataset(name)
+        found = catalog.datasets.get(name)
         if found is None and (fault := catalog.dataset_faults.get(name)):
             raise LogUnavailable(f"the definition of dataset {name!r} cannot be read: {fault}; nothing is stored")
         if found is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamoth.data.datasets import Dataset, dead_letters, read_dataset, write_dataset
+from dynamoth.data.datasets import DEAD_SUFFIX, Dataset, dead_letters, read_dataset, write_dataset
 from dynamoth.data.queries import StandingQuery, read_query, write_query
 from dynamoth.data.records import DATA_PREFIX
 from dynamoth.errors import ConfigError, MalformedMessage
@@ -55,10 +55,10 @@ class Catalog:
     query_faults: dict[str, str] = field(default_factory=dict[str, str])
 
     def dataset(self, name: str) -> Dataset | None:
-        """Return a dataset, also the one of the refused records of another."""
+        """Return a dataset to read, also the one of the refused records of another, where nobody may write."""
         if (found := self.datasets.get(name)) is not None:
             return found
-        base = name.removesuffix("_dead")
+        base = name.removesuffix(DEAD_SUFFIX)
         return dead_letters(base) if base != name and base in self.datasets else None
 
 

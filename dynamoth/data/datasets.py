@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -104,7 +104,7 @@ class Dataset:
         """Check a record; return its stored form, its key or id for choosing a partition, and its id.
 
         Args:
-            record: a JSON object.
+            record: a JSON object in UTF-8, no key of which is there twice.
             now: Unix time, for records that are late.
             subject: of the token of the user who publishes; None for a backend, which may publish for anybody.
 
@@ -137,7 +137,9 @@ class Dataset:
         if len(record) > self.record_bytes_max:
             raise BadRecord(f"it has {len(record)} bytes, and {self.record_bytes_max} are allowed")
         try:
-            values: Any = json.loads(record, parse_constant=_refuse_constant)
+            values: Any = json.loads(
+                record.decode(), parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates
+            )
         except (ValueError, RecursionError) as error:
             raise BadRecord(f"it is no JSON: {error!s:.100}") from None
         if not isinstance(values, dict):
@@ -327,25 +329,38 @@ def _read_bool(name: str, value: object) -> bool:
     return value
 
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_TIME_MIN = (datetime.min.replace(tzinfo=UTC) - _EPOCH) // _MICROSECOND
+_TIME_MAX = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MICROSECOND
+
+
 def read_time(value: object) -> int | None:
-    """Return microseconds since 1970 of a time in ISO 8601 with its zone, or of Unix seconds; None for other values."""
+    """Return microseconds since 1970 of a time in ISO 8601 with its zone, or of Unix seconds; None for other values.
+
+    Times are in the years 1 to 9999 of UTC.
+    """
     try:
         if isinstance(value, str):
             at = datetime.fromisoformat(value)
-            return None if at.tzinfo is None else round((at - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1e6)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e11:
-            return round(value * 1e6)
+            if at.tzinfo is None:
+                return None
+            microseconds = (at - _EPOCH) // _MICROSECOND
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            microseconds = round(value * 1_000_000)
+        else:
+            return None
     except (ValueError, OverflowError):
-        pass
-    return None
+        return None
+    return microseconds if _TIME_MIN <= microseconds <= _TIME_MAX else None
 
 
 def _read_timestamp(name: str, value: object) -> int:
     at = read_time(value)
     if at is None:
         raise BadRecord(
-            f"field {name!r} is a time in ISO 8601 with its zone (2026-01-31T12:00:00Z) or in Unix seconds, not"
-            f" {shortened(value)}"
+            f"field {name!r} is a time in ISO 8601 with its zone (2026-01-31T12:00:00Z) or in Unix seconds, in"
+            f" the years 1 to 9999 of UTC, not {shortened(value)}"
         )
     return at
 
@@ -361,6 +376,14 @@ _READERS: dict[FieldType, Callable[[str, object], Any]] = {
 
 def _text_of(value: object) -> str:
     return "" if value is None else str(value)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for index, (name, _) in enumerate(pairs) if any(name == each for each, _ in pairs[:index]))
+        raise BadRecord(f"it has {shortened(twice)} twice")
+    return values
 
 
 def _refuse_constant(text: str) -> float:

@@ -306,6 +306,12 @@ class SessionSettings:
     subscriptions_per_session_max: int = setting(
         128, "subscriptions of one user's connection at most", minimum=1, maximum=1000
     )
+    new_interests_per_hour_max: int = setting(
+        1000,
+        "new interests of the data cluster's queries per user and hour that this broker registers: each is executed"
+        " for the keep_s of its query, whoever unsubscribes; 0: no bound",
+        minimum=0,
+    )
     slow_sessions_max: int = setting(
         500,
         "so many users at most may be behind at once; beyond that, the connection of the one who has been for longest"

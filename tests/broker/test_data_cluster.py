@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -162,6 +163,23 @@ async def test_one_and_one_point_zero_are_one_interest(servers: tuple[str, dict[
         assert len({answer["s"] for answer in user.answers().values()}) == 1
 
 
+@pytest.mark.parametrize("user_token", [token(), None])
+@in_a_loop
+async def test_a_user_has_a_bounded_number_of_new_interests_registered(
+    servers: tuple[str, dict[str, str]], tmp_path: Path, user_token: str | None
+) -> None:
+    async with place(servers, tmp_path, new_interests_per_hour_max=2, anonymous=user_token is None) as where:
+        await where.put(replace(NEAR, name="free", bind=()))
+        free = [{"query": "free", "params": {"user": "ada", "most": most}} for most in range(1, 5)]
+        first = await RawUser.open(where.broker.url, *free[:3], token=user_token)
+        answers = [first.answers()[ref] for ref in range(3)]
+        assert [each["type"] for each in answers] == ["subscribed", "subscribed", "error"]
+        assert (answers[2]["code"], answers[2]["retry"]) == ("too_many_interests", "later")
+        assert answers[2]["retry_after_ms"] > 1_700_000
+        second = await RawUser.open(where.broker.url, free[1], free[3], token=user_token)
+        assert [second.answers()[ref]["type"] for ref in range(2)] == ["subscribed", "error"]
+
+
 @in_a_loop
 async def test_interests_with_users_are_renewed_and_others_expire(
     servers: tuple[str, dict[str, str]], tmp_path: Path
@@ -306,9 +324,11 @@ async def test_a_token_says_who_may_publish_records(servers: tuple[str, dict[str
         assert await where.records(REPORTS) == []
 
 
-async def post(where: Place, body: bytes, dataset: str = "reports", **claims: Any) -> tuple[int, dict[str, Any]]:
+async def post(
+    where: Place, body: bytes, dataset: str = "reports", headers: dict[str, str] | None = None, **claims: Any
+) -> tuple[int, dict[str, Any]]:
     url = f"http://127.0.0.1:{where.broker.sse_port}/datasets/{dataset}"
-    headers = {"Authorization": f"Bearer {token(**claims)}"}
+    headers = {"Authorization": f"Bearer {token(**claims)}"} | (headers or {})
     async with aiohttp.ClientSession() as http, http.post(url, data=body, headers=headers) as response:
         return response.status, await response.json()
 
@@ -351,6 +371,12 @@ async def test_a_post_says_which_records_are_refused(servers: tuple[str, dict[st
         (RECORD % b"a", "nowhere", {}, 404),
         (RECORD % b"a", "reports", {"publish": []}, 403),
         (RECORD % b"a", "reports", {"exp": 1}, 401),
+        (b"x" * 65_537, "reports", {}, 413),
+        (b"x" * 65_537, "reports", {"exp": 1}, 401),
+        (RECORD % b"a", "reports_dead", {"publish": ["*"]}, 404),
+        (b'{"id": "a", "user": "ada", "n": 1, "n": 2}', "reports", {}, 422),
+        (b'[{"id": "a", "user": "ada", "n": 1, "n": 2}]', "reports", {}, 422),
+        ('{"id": "a", "user": "ada", "n": 1}'.encode("utf-16"), "reports", {}, 422),
     ],
 )
 @in_a_loop
@@ -363,6 +389,35 @@ async def test_a_post_that_is_refused_says_why(
         assert answer["error"]
         assert answer["retry"] == "never"
         assert await where.records(REPORTS) == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "words"),
+    [
+        ({"Content-Encoding": "gzip"}, b"no gzip", 400, "Content-Encoding"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b"")[:10] + b"\xff" * 20, 400, "Content-Encoding"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 1_000_000), 413, "65536 bytes"),
+        ({"Content-Encoding": "gzip", "Authorization": "Bearer x"}, b"no gzip", 401, "token"),
+        ({"Content-Encoding": "gzip", "Authorization": "Basic x"}, b"no gzip", 400, "`Bearer`"),
+    ],
+)
+@in_a_loop
+async def test_a_body_that_cannot_be_read_is_refused_without_a_traceback(
+    servers: tuple[str, dict[str, str]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    headers: dict[str, str],
+    body: bytes,
+    status: int,
+    words: str,
+) -> None:
+    async with place(servers, tmp_path) as where:
+        answered, answer = await post(where, body, headers=headers)
+        assert (answered, answer["retry"]) == (status, "never")
+        assert words in answer["error"]
+        assert await where.records(REPORTS) == []
+        assert await post(where, RECORD % b"a") == (200, {"stored": 1, "duplicates": 0, "refused": []})
+    assert [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"] == []
 
 
 @in_a_loop

@@ -13,16 +13,27 @@ from dynamoth.data.datasets import Dataset, Field
 from dynamoth.data.queries import Parameter, StandingQuery
 from dynamoth.data.records import APPEND_SCRIPT
 from dynamoth.data.registrations import REGISTER_SCRIPT
-from dynamoth.edge.frames import Error, MovedIn, Published, PublishRequest, Subscribed, SubscriptionRequest
+from dynamoth.edge.frames import (
+    Connect,
+    Error,
+    MovedIn,
+    Published,
+    PublishRequest,
+    Subscribe,
+    Subscribed,
+    SubscriptionRequest,
+    Unsubscribe,
+)
 from dynamoth.edge.interests import channel_interest, query_interest
 from dynamoth.edge.log import FENCED
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, LinkDown, Replied, Send
-from dynamoth_broker.definitions import BELIEVED_S
+from dynamoth_broker.definitions import BELIEVED_S, UNKNOWN_MAX
 from dynamoth_broker.events import (
     ChannelConfirmed,
     Closed,
     Grant,
+    Opened,
     Publications,
     RecordsAnswered,
     RecordsPosted,
@@ -343,3 +354,100 @@ def test_a_fence_of_logs_is_no_matter_of_records() -> None:
     [append] = scripts(publish(broker, 7, {"id": "b", "n": 1}), APPEND_SCRIPT)
     [answer] = frames(broker.tell(Replied(LOG, append.tag, ErrorReply(FENCED))), 1)
     assert answer.code == "log_unavailable"
+
+
+def test_nobody_publishes_dead_letters() -> None:
+    """They say which user has sent what: a user who could write them could blame others."""
+    broker = publishing()
+    letter = {"reason": "forged", "source": "user bob", "record": "x", "at": 0}
+    actions = broker.frame(1, PublishRequest(7, channel_interest("d:reports_dead"), json.dumps(letter).encode()))
+    [refusal] = frames(actions, 1)
+    assert (refusal.code, refusal.retry) == ("unknown_dataset", "never")
+    assert reads(actions) == []
+    posted = broker.tell(RecordsPosted("request", "reports_dead", [json.dumps(letter).encode(), b"malformed"], ANN))
+    [answer] = only(RecordsAnswered, posted)
+    assert [code for code, _ in answer.outcomes] == ["unknown_dataset"] * 2
+    assert reads(posted) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 49, "Reports", "reports\n", "é"])
+def test_a_name_that_no_definition_can_have_is_unknown_without_a_question(name: str) -> None:
+    broker = publishing()
+    actions = broker.tell(RecordsPosted("request", name, [b"{}"], ANN))
+    [answer] = only(RecordsAnswered, actions)
+    assert (answer.outcomes[0][0], reads(actions)) == ("unknown_dataset", [])
+    actions = broker.open(2, SubscriptionRequest(1, query_interest(name, {}), None), grant=ANN)
+    assert only(Error, frames(actions, 2))[0].code == "unknown_query"
+    assert asked(actions, QUERIES_KEY) == []
+
+
+def test_a_broker_remembers_a_bounded_number_of_unknown_names() -> None:
+    broker = publishing()
+
+    def ask(name: str) -> list[Send]:
+        return asked(broker.tell(RecordsPosted("request", name, [b"{}"], ANN)), DATASETS_KEY)
+
+    for number in range(UNKNOWN_MAX + 1):
+        [question] = ask(f"n{number}")
+        defined(broker, question, None)
+    assert ask(f"n{UNKNOWN_MAX}") == [], "it is remembered"
+    assert ask("reports") == [], "one with a definition is not forgotten"
+    [question] = ask("n0")
+    defined(broker, question, None)
+    assert ask("n0") == [] and len(ask("n1")) == 1, "the oldest is forgotten"
+    records = broker.broker.records
+    assert records is not None
+    assert records.definitions.size <= UNKNOWN_MAX + 2
+
+
+def test_a_name_that_is_asked_for_again_is_not_forgotten_meanwhile() -> None:
+    broker = publishing()
+    posted = RecordsPosted("request", "later", [b'{"id": "a", "n": 1}'], ANN)
+    [question] = asked(broker.tell(posted), DATASETS_KEY)
+    defined(broker, question, None)
+    broker.pass_time(BELIEVED_S)
+    [again] = asked(broker.tell(posted), DATASETS_KEY)
+    for number in range(UNKNOWN_MAX + 1):
+        [question] = asked(broker.tell(RecordsPosted("other", f"n{number}", [b"{}"], ANN)), DATASETS_KEY)
+        defined(broker, question, None)
+    assert scripts(defined(broker, again, replace(REPORTS, name="later")), APPEND_SCRIPT) != []
+    assert asked(broker.tell(posted), DATASETS_KEY) == [], "its definition is known"
+
+
+# Bounds.
+
+
+def subscribe_to(broker: Broker, user: str, ref: int, connection: int = 1) -> list[Any]:
+    """Subscribe to a query with parameters of this user's own; its interest is registered at once."""
+    interest = query_interest("every", {"area": ref})
+    actions = broker.frame(connection, Subscribe(SubscriptionRequest(ref, interest, None)))
+    for ask in asked(actions, QUERIES_KEY):
+        actions += defined(broker, ask, EVERY)
+    for register in scripts(actions, REGISTER_SCRIPT):
+        broker.tell(Replied(LOG, register.tag, 1))
+    return actions
+
+
+EVERY = replace(NEAR, name="every", parameters=(Parameter("area", "int"),), bind=())
+
+
+@pytest.mark.parametrize("grant", [ANN, Grant()])
+def test_a_user_who_has_ever_other_interests_registered_is_slowed_down(grant: Grant) -> None:
+    """Each of them is executed until its time is over, though nobody has it."""
+    broker = Broker(replace(OPTIONS, new_interests_per_hour_max=3))
+    broker.tell(Opened(1, Connect("one"), grant, "10.0.0.1"))
+    for ref in range(3):
+        assert scripts(subscribe_to(broker, "ann", ref), REGISTER_SCRIPT) != []
+        broker.frame(1, Unsubscribe(query_interest("every", {"area": ref}).id))
+    refused = subscribe_to(broker, "ann", 3)
+    assert scripts(refused, REGISTER_SCRIPT) == []
+    [error] = only(Error, frames(refused, 1))
+    assert (error.code, error.retry, error.retry_after_ms, error.ref) == ("too_many_interests", "later", 1_200_000, 3)
+    assert broker.broker.counters["interests_refused"] == 1
+    assert scripts(subscribe_to(broker, "ann", 2), REGISTER_SCRIPT) != [], "this one is registered already"
+    broker.tell(Opened(2, Connect("two"), replace(grant, user=grant.user and "bob"), "10.0.0.2"))
+    assert scripts(subscribe_to(broker, "bob", 4, connection=2), REGISTER_SCRIPT) != [], "another user"
+    broker.tell(Opened(3, Connect("three"), grant, "10.0.0.1"))
+    assert only(Error, frames(subscribe_to(broker, "ann", 5, connection=3), 3)) != [], "another session of the user"
+    broker.pass_time(1200.0)
+    assert scripts(subscribe_to(broker, "ann", 3), REGISTER_SCRIPT) != []

@@ -136,6 +136,10 @@ def test_datasets_that_cannot_be_appended_to_are_named(servers: Servers) -> None
                 await writer.append("nothing", {})
             with pytest.raises(UnknownDataset, match=r"static.*dataset load"):
                 await writer.append("shelters", {"id": "a"})
+            for name in ("reports_dead", "reports_dead_dead"):
+                with pytest.raises(UnknownDataset, match="refused records of another"):
+                    await writer.append_many(name, [{"reason": "forged", "source": "user bob"}, b"malformed"])
+                assert servers.records(name) == []
             servers.put("nothing", entry_of(read_dataset("nothing", DATASETS["events"])))
             assert (await writer.append("nothing", {"n": 1})).outcome == "stored"  # it reads the catalog again
 

@@ -57,7 +57,16 @@ def test_an_optional_field_may_be_missing_or_null() -> None:
 
 @pytest.mark.parametrize(
     ("at", "microseconds"),
-    [("2026-01-31T12:00:00+02:00", 1769853600_000000), (1.25, 1250000), (0, 0), ("1970-01-01T00:00:00Z", 0)],
+    [
+        ("2026-01-31T12:00:00+02:00", 1769853600_000000),
+        (1.25, 1250000),
+        (0, 0),
+        ("1970-01-01T00:00:00Z", 0),
+        ("9999-12-31T23:59:59.999999+00:00", 253402300799_999999),
+        (253402300799, 253402300799_000000),
+        ("0001-01-01T00:00:00Z", -62135596800_000000),
+        ("1969-12-31T23:59:59.999999Z", -1),
+    ],
 )
 def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds: int) -> None:
     assert normalized({"id": "a", "at": at})["at"] == microseconds
@@ -83,6 +92,18 @@ def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds:
         (b'{"id": "a", "ok": 1}', "true or false"),
         (b'{"id": "a", "at": "2026-01-31T12:00:00"}', "with its zone"),
         (b'{"id": "a", "at": 1e300}', "ISO 8601"),
+        (b'{"id": "a", "at": "9999-12-31T23:59:59.999999-00:01"}', "years 1 to 9999"),
+        (b'{"id": "a", "at": 253402300800}', "years 1 to 9999"),
+        (b'{"id": "a", "at": "0001-01-01T00:00:00+00:01"}', "years 1 to 9999"),
+        (b'{"id": "a", "at": -62135596801.0}', "years 1 to 9999"),
+        (b'{"id": "a", "at": "-0001-01-01T00:00:00Z"}', "years 1 to 9999"),
+        (b'{"id": "a", "at": %s}' % (b"9" * 400), "years 1 to 9999"),
+        (b'{"id": "a", "n": 1, "id": "b"}', "it has 'id' twice"),
+        (b'{"id": "a", "\\u0069d": "b"}', "it has 'id' twice"),
+        ('{"id": "a"}'.encode("utf-16"), "no JSON"),
+        ('{"id": "a"}'.encode("utf-16-le"), "no JSON"),
+        ('{"id": "a"}'.encode("utf-32"), "no JSON"),
+        ('{"id": "a"}'.encode("utf-8-sig"), "no JSON"),
         (b'{"n": 1}', "'id' is missing"),
         (b'{"id": null}', "'id' is missing"),
         (b'{"id": "a", "more": 1}', "no field 'more'"),

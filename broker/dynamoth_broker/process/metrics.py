@@ -26,6 +26,7 @@ _COUNTERS = {
     "positions_new": "Stored subscriptions without a position yet",
     "positions_dropped": "Positions that were not stored, as too many waited for log servers",
     "acks_ignored": "Acknowledgements of users that are of no stored subscription, or of what the log does not have",
+    "interests_refused": "Subscriptions that were refused for now, as a user had too many new interests registered",
     "dead_letters_lost": "Refused records of users that may not be among the dead letters, as a log server failed",
     "presence_failed": "Changes of presence that a log server has not answered: the next refresh repairs them",
     "slow_sessions": "Times that a user has fallen behind, as the connection was full",

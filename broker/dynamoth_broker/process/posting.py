@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -20,12 +21,11 @@ def split_records(body: bytes) -> list[bytes]:
         raise MalformedMessage("the body is empty: send a JSON object, an array of them, or one in each line")
     if text.startswith(b"["):
         try:
-            values: Any = json.loads(text)
+            records = _items(text.decode())
         except (ValueError, RecursionError) as error:
             raise MalformedMessage(f"the body is no JSON: {error!s:.100}") from None
-        if not values:
+        if not records:
             raise MalformedMessage("the array is empty: send at least one record")
-        records = [json.dumps(value).encode() for value in values]
     elif b"\n" in text:
         records = [line for line in text.splitlines() if line.strip()]
         if not records[0].rstrip().endswith(b"}"):  # one object over several lines
@@ -35,6 +35,32 @@ def split_records(body: bytes) -> list[bytes]:
     if len(records) > RECORDS_MAX:
         raise MalformedMessage(f"a request has at most {RECORDS_MAX} records, this one has {len(records)}")
     return records
+
+
+def _items(text: str) -> list[bytes]:
+    """Return the values of an array as they are written. Raises ValueError, RecursionError."""
+    read, space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\n\r]*")
+
+    def behind_space(at: int) -> int:
+        found = space.match(text, at)
+        return at if found is None else found.end()
+
+    def is_end(at: int) -> bool:
+        return at == len(text) - 1 and text[at] == "]"
+
+    items: list[bytes] = []
+    at = behind_space(1)
+    if is_end(at):
+        return items
+    while True:
+        _, end = read(text, at)
+        items.append(text[at:end].encode())
+        at = behind_space(end)
+        if is_end(at):
+            return items
+        if text[at : at + 1] != ",":
+            raise json.JSONDecodeError("',' or the end of the array expected", text, at)
+        at = behind_space(at + 1)
 
 
 def records_answer(outcomes: Sequence[tuple[str, str]]) -> tuple[HTTPStatus, dict[str, Any]]:

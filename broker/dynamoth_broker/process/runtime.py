@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, assert_never, cast
 
 from prometheus_client import CollectorRegistry
 
+from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.frames import (
     Connect,
     Data,
@@ -38,6 +40,7 @@ from dynamoth_broker.events import (
     Closed,
     ControlLinkChanged,
     Drain,
+    Grant,
     LogLinkChanged,
     Noted,
     Opened,
@@ -59,7 +62,7 @@ from dynamoth_broker.events import (
 from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.process.event_ids import StreamPositions, resumed
 from dynamoth_broker.process.metrics import make_registry
-from dynamoth_broker.process.sse import SseServer
+from dynamoth_broker.process.sse import SseServer, StoreRecords
 from dynamoth_broker.process.subscriptions import Subscriptions
 from dynamoth_broker.process.tokens import TokenExpired, TokenRefused, Tokens
 from dynamoth_broker.process.transport import Prepared, TransportOptions, UserConnection, prepare
@@ -342,10 +345,14 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         except TokenRefused:
             return None
 
-    async def _post_records(self, token: str | None, dataset: str, records: Sequence[bytes]) -> list[tuple[str, str]]:
-        """Store records; return what has become of each. Raises TokenRefused."""
+    def _post_records(self, token: str | None, dataset: str) -> StoreRecords | None:
+        """Return what stores records for a user; None: it may not. Raises TokenRefused."""
         grant = self._tokens.grant(token)
-        answer: asyncio.Future[list[tuple[str, str]]] = self._loop.create_future()
+        return partial(self._store_records, grant, dataset) if grant.may_publish(DATASET_PREFIX + dataset) else None
+
+    async def _store_records(self, grant: Grant, dataset: str, records: Sequence[bytes]) -> Sequence[tuple[str, str]]:
+        """Store records; return what has become of each."""
+        answer: asyncio.Future[Sequence[tuple[str, str]]] = self._loop.create_future()
         self._driver.handle(RecordsPosted(answer, dataset, records, grant))
         return await answer
 
@@ -425,7 +432,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._stream_refuses(user.positions, Subscribe(each))
         user.is_opened = True
         self._is_empty.clear()
-        self._driver.handle(Opened(conn, connect, grant))
+        self._driver.handle(Opened(conn, connect, grant, conn.peer.rpartition(":")[0]))
 
     def _refresh(self, conn: UserConnection, frame: Refresh) -> None:
         try:

@@ -29,6 +29,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from dynamoth.errors import MalformedMessage
+from dynamoth_broker.machine import NOT_ALLOWED
 from dynamoth_broker.process.accept import Acceptor
 from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX
 from dynamoth_broker.process.frames import Encoding, Frame, parse_json
@@ -83,8 +84,11 @@ UserOf = Callable[[str | None], str | None]
 """Returns the user that a token is of, empty for nobody's; None if the token is not valid."""
 
 
-PostRecords = Callable[[str | None, str, Sequence[bytes]], Awaitable[Sequence[tuple[str, str]]]]
-"""Stores records of a dataset for the user of a token; returns code and reason of each. Raises TokenRefused."""
+StoreRecords = Callable[[Sequence[bytes]], Awaitable[Sequence[tuple[str, str]]]]
+"""Stores records; returns code and reason of each."""
+
+PostRecords = Callable[[str | None, str], StoreRecords | None]
+"""Returns what stores records of a dataset for the user of a token; None: it may not. Raises TokenRefused."""
 
 
 def _no_event_id(_conn: UserConnection) -> None:
@@ -253,11 +257,7 @@ class SseServer:
             raise web.HTTPTooManyRequests(text=text, headers=headers)
         if delay_s > 0:
             await asyncio.sleep(delay_s)
-        try:
-            async with asyncio.timeout(self.options.handshake_timeout_s):
-                body = await request.read()
-        except TimeoutError:
-            raise web.HTTPRequestTimeout(headers=headers) from None
+        body = await self._read(request, headers)
         if not stream.is_open:
             raise web.HTTPNotFound(text="The stream has ended.\n", headers=headers)
         reason = stream.receive(body)
@@ -266,20 +266,38 @@ class SseServer:
         return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
 
     async def _post_records(self, post_records: PostRecords, request: web.Request) -> web.Response:
-        """Take records of a dataset: an object, an array of them, or one in each line."""
+        """Take records of a dataset: an object, an array of them, or one in each line. Every answer is JSON."""
         headers = self._cors(request)
         try:
+            store = post_records(_bearer(request), request.match_info["dataset"])
+            if store is None:
+                return _refusal(HTTPStatus.FORBIDDEN, NOT_ALLOWED, headers)
+            records = split_records(await self._read(request, headers))
+        except MalformedMessage as error:
+            return _refusal(HTTPStatus.BAD_REQUEST, str(error), headers)
+        except TokenRefused as error:
+            return _refusal(HTTPStatus.UNAUTHORIZED, str(error), headers)
+        except web.HTTPRequestTimeout:
+            return _refusal(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time", headers, "later")
+        except web.HTTPException as error:
+            return _refusal(HTTPStatus(error.status), (error.text or error.reason).strip(), headers)
+        return _json_answer(*records_answer(await store(records)), headers)
+
+    async def _read(self, request: web.Request, headers: dict[str, str]) -> bytes:
+        """Return the body. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, HTTPBadRequest."""
+        most = self.options.frame_bytes_max
+        try:
             async with asyncio.timeout(self.options.handshake_timeout_s):
-                body = await request.read()
-            records = split_records(body)
-            outcomes = await post_records(_bearer(request), request.match_info["dataset"], records)
+                return await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(headers=headers) from None
-        except MalformedMessage as error:
-            return _json_answer(HTTPStatus.BAD_REQUEST, {"error": str(error), "retry": "never"}, headers)
-        except TokenRefused as error:
-            return _json_answer(HTTPStatus.UNAUTHORIZED, {"error": str(error), "retry": "never"}, headers)
-        return _json_answer(*records_answer(outcomes), headers)
+        except web.HTTPRequestEntityTooLarge as error:
+            error.text = f"the body has more than {most} bytes: send it in parts\n"
+            error.headers.update(headers)
+            raise
+        except (web.RequestPayloadError, HttpProcessingError):
+            text = "the body is not what its Content-Encoding or Transfer-Encoding says\n"
+            raise web.HTTPBadRequest(text=text, headers=headers) from None
 
     def _find(self, session: str, token: str | None, headers: dict[str, str]) -> SseConnection:
         """Return the newest stream of the user whose token this is. Raises HTTPNotFound, HTTPForbidden."""
@@ -506,7 +524,7 @@ class HttpLog(logging.LoggerAdapter[logging.Logger]):
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
         """Log an exception."""
-        if not isinstance(exc_info, HttpProcessingError):
+        if not isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
             super().exception(msg, *args, exc_info=exc_info, **kwargs)
             return
         self.malformed_requests += 1
@@ -543,6 +561,10 @@ def _bearer(request: web.Request) -> str | None:
     if scheme.lower() != "bearer" or not token.isascii():
         raise web.HTTPBadRequest(text="`Authorization` is `Bearer` and a token.\n")
     return token.strip()
+
+
+def _refusal(status: HTTPStatus, reason: str, headers: dict[str, str], retry: str = "never") -> web.Response:
+    return _json_answer(status, {"error": reason, "retry": retry}, headers)
 
 
 def _json_answer(status: HTTPStatus, body: dict[str, Any], headers: dict[str, str]) -> web.Response:

@@ -158,7 +158,7 @@ class BrokerApp:
         match frames.read_user_frame(frame):
             case Connect() as connect:
                 wire.is_opened = True
-                self._tell(Opened(wire.id, connect, ANYTHING))
+                self._tell(Opened(wire.id, connect, ANYTHING, connect.session))
             case Refresh():
                 raise AssertionError("simulated users have no tokens")
             case other:
