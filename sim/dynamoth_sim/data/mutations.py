@@ -86,10 +86,10 @@ def one_server_knows_definitions() -> AbstractContextManager[None]:
     """A broker takes the answer of any log server for that of all."""
     replied = Definitions._replied
 
-    def believe(self: Definitions, name: str, known: Any, reply: Any, now: float, *, is_query: bool) -> Sequence[Any]:
+    def believe(self: Definitions, place: Any, known: Any, reply: Any, now: float) -> Sequence[Any]:
         if known.unanswered == 1 and (known.answers or reply is not None):
             known.answers = len(self._ids) - (reply is not None)
-        return replied(self, name, known, reply, now, is_query=is_query)
+        return replied(self, place, known, reply, now)
 
     return replaced(Definitions, _replied=believe)
 
