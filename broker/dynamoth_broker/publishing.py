@@ -8,7 +8,7 @@ from functools import partial
 from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.frames import Error, Published, PublishRequest
 from dynamoth.edge.interests import Interest
-from dynamoth.edge.log import Appended, is_fenced
+from dynamoth.edge.log import Appended, is_fenced, refusal_reason
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth_broker.events import RETRY_MS, BrokerAction, PublishMessage, Transmit
 from dynamoth_broker.logs import Logs
@@ -59,7 +59,9 @@ class Publishing:
         if isinstance(result, str):
             unknown = result == "unknown"
             code = "unknown_outcome" if unknown else "log_unavailable"
-            text = "the connection to the log was lost: it may or may not be stored" if unknown else result
+            server = self._logs.server_of(request.channel.id)
+            refused = f"log server {server}: {refusal_reason(result)}; nothing is stored"
+            text = "the connection to the log was lost: it may or may not be stored" if unknown else refused
             return [Transmit(session.connection, Error(code, text, "later", RETRY_MS, request.ref))]
         publication = LoggedPublication(result.epoch, result.offset, request.payload)
         position = Position(result.epoch, result.offset)

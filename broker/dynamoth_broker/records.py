@@ -23,7 +23,7 @@ from dynamoth.data.records import (
     partition_server,
 )
 from dynamoth.edge.frames import Error, Published, PublishRequest
-from dynamoth.edge.log import LogOptions
+from dynamoth.edge.log import LogOptions, refusal_reason
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_broker.definitions import UNAVAILABLE, Definitions
@@ -146,14 +146,15 @@ class Records:
             for begin in range(0, len(waiting), RECORDS_PER_COMMAND_MAX):
                 part = waiting[begin : begin + RECORDS_PER_COMMAND_MAX]
                 command = partial(_command, dataset, partition, part)
-                actions += self._logs.request_at(server, command, partial(self._stored, part), now)
+                actions += self._logs.request_at(server, command, partial(self._stored, server, part), now)
         return actions
 
-    def _stored(self, waiting: Sequence[_Waiting], reply: Any, now: float) -> Sequence[BrokerAction]:
+    def _stored(self, server: str, waiting: Sequence[_Waiting], reply: Any, now: float) -> Sequence[BrokerAction]:
         outcomes = [_UNKNOWN] * len(waiting)
         if isinstance(reply, ErrorReply):
             text = str(reply)
-            outcomes = [Outcome("dataset_full" if is_full(text) else "log_unavailable", text)] * len(waiting)
+            reason = f"log server {server}: {refusal_reason(text)}; nothing is stored"
+            outcomes = [Outcome("dataset_full" if is_full(text) else "log_unavailable", reason)] * len(waiting)
         elif reply is not None:
             try:
                 offsets = parse_appended_records(reply)

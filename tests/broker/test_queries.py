@@ -320,6 +320,15 @@ def test_a_record_without_an_answer_may_be_stored() -> None:
     assert refusal.message == "the log server of this record does not answer: nothing is stored"
 
 
+def test_a_log_server_without_memory_is_named_with_the_cure() -> None:
+    broker = publishing()
+    [append] = scripts(publish(broker, 7, {"id": "b", "n": 1}), APPEND_SCRIPT)
+    reply = ErrorReply("OOM command not allowed when used memory > 'maxmemory'. script: 4f, on @user_script:4.")
+    [answer] = frames(broker.tell(Replied(LOG, append.tag, reply)), 1)
+    words = "log server l1: it has no memory left (OOM): raise its maxmemory, or make room there; nothing is stored"
+    assert (answer.code, answer.retry, answer.message) == ("log_unavailable", "later", words)
+
+
 @pytest.mark.parametrize(("reply", "lost"), [([9], 0), (ErrorReply("OOM"), 1), ("down", 1), ("was down", 1)])
 def test_a_dead_letter_that_is_not_stored_is_counted(reply: Any, lost: int) -> None:
     broker = publishing()

@@ -146,6 +146,22 @@ def test_datasets_that_cannot_be_appended_to_are_named(servers: Servers) -> None
     asyncio.run(main())
 
 
+def test_a_log_server_without_memory_is_named_with_the_cure(servers: Servers) -> None:
+    server = servers.server_of("small")
+
+    async def main() -> None:
+        async with DatasetWriter(servers.urls) as writer:
+            await writer.append("small", {"n": 1})
+            servers.execute(server, "CONFIG", "SET", "maxmemory", "1mb")
+            with pytest.raises(LogUnavailable, match=rf"log server {server}: .*raise its maxmemory.*not stored"):
+                await writer.append("small", {"n": 2})
+            servers.execute(server, "CONFIG", "SET", "maxmemory", "0")
+            await writer.append("small", {"n": 3})
+        assert [each["n"] for each in servers.records("small")] == [1, 3]
+
+    asyncio.run(main())
+
+
 def test_a_full_dataset_takes_records_again_when_there_is_room(servers: Servers) -> None:
     server = servers.server_of("small")
 
