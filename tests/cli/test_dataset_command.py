@@ -305,7 +305,7 @@ def test_tables_without_a_needed_column_are_refused_with_the_columns_that_they_h
     said = console.run("dataset", "load", "reports", other, code=EXIT_REFUSED)
     assert "the file has the columns 'id, kind, size', and none for the field 'type'" in said
     table = console.folder / "some.parquet"
-    parquet.write_table(arrow.table({"id": ["a"]}), table)  # pyright: ignore[reportUnknownMemberType]
+    parquet.write_table(arrow.table({"id": ["a"]}), table)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     said = console.run("dataset", "load", "shelters", str(table), code=EXIT_REFUSED)
     assert "the file has the columns 'id', and none for the field 'type'" in said
     assert console.json("dataset", "show", "reports")["dead_letters"] == 0

@@ -9,6 +9,8 @@ operator has changed their number: then the latest of those counts that were the
 time of arrival.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
