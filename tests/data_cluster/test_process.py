@@ -42,7 +42,11 @@ def test_a_new_folder_is_for_one_account_alone_and_another_one_stays_as_it_is(tm
 def test_readiness_names_what_is_stalled_and_what_is_not_stored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     no_spark, stalled = cast("Any", None), SimpleNamespace(is_stalled=True, status=QueryStatus(reason="it hangs"))
     well = SimpleNamespace(is_stalled=False, status=QueryStatus())
-    monkeypatch.setattr(ClusterRunner, "queries", lambda _: {"near": stalled, "far": well})
+
+    def queries(_: ClusterRunner) -> dict[str, Any]:
+        return {"near": stalled, "far": well}
+
+    monkeypatch.setattr(ClusterRunner, "queries", queries)
 
     async def ask() -> str | None:
         config = DataClusterConfig(cluster_url=world.cluster_url, servers=world.servers, http_port=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +15,7 @@ from dynamoth_cli.local.embedded import EmbeddedRedis
 
 
 @contextmanager
-def no_redis() -> Iterator[int]:
+def no_redis() -> Generator[int]:
     """Run a server that answers as a web server does; yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
