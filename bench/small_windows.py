@@ -51,18 +51,21 @@ class Example:
         self._town: Town = build_town(random.Random(f"{seed} town"))
         definitions = tomllib.loads(DEFINITIONS.read_text())
         self._datasets = {name: read_dataset(name, each) for name, each in definitions["datasets"].items()}
-        queries = [read_query(name, each) for name, each in definitions["queries"].items()]
-        self.servers.define(*self._datasets.values(), *queries)
+        self._queries = [read_query(name, each) for name, each in definitions["queries"].items()]
+        self.servers.define(*self._datasets.values())
         plans = plan_users(self._town, users, 120, seed)
-        subscriptions = [each for plan in plans for each in plan.subscriptions]
-        #: How many queries and interests there are.
-        self.queries = len(queries)
-        self.interests = sum(
-            self.servers.register(query.name, [each.params for each in subscriptions if each.query == query.name])
-            for query in queries
-        )
+        self._subscriptions = [each for plan in plans for each in plan.subscriptions]
         self._places = {plan.name: self._random.choice(self._town.squares) for plan in plans}
         self._reports = 0
+
+    def register(self) -> tuple[int, int]:
+        """Register the queries, and what users subscribe to; return how many queries and interests there are."""
+        self.servers.define(*self._queries)
+        interests = sum(
+            self.servers.register(query.name, [each.params for each in self._subscriptions if each.query == query.name])
+            for query in self._queries
+        )
+        return len(self._queries), interests
 
     def fill_archive(self, folder: Path, hours: float) -> None:
         """Archive the records of some hours as they would have been, in a file of each partition each 30 s."""
@@ -97,10 +100,12 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         example = Example(stack, arguments.users, arguments.seed)
-        sys.stdout.write(f"{example.queries} queries, {example.interests} interests\n")
         if arguments.archive_hours:
             example.fill_archive(folder, arguments.archive_hours)
             sys.stdout.write(f"the archive has {arguments.archive_hours:g} hours\n")
+        queries, interests = example.register()
+        sys.stdout.write(f"{queries} queries, {interests} interests\n")
+        sys.stdout.flush()
         for title in ("first start", "started again after a kill"):
             _run(title, example, folder, arguments.seconds / 2)
     return 0
