@@ -20,7 +20,7 @@ from bench.processors import cpu_s, resident_mib
 from bench.servers import store_plan
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import begin_progress_command, executions_server
+from dynamoth.data.progress import begin_progress_command, executions_server
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import append_records_command, partition_name, partition_of
 from dynamoth.data.registrations import REGISTRATIONS_PER_COMMAND_MAX, register_command

@@ -23,7 +23,7 @@ from dynamoth.data.catalog import (
     stored_value,
 )
 from dynamoth.data.datasets import DEAD_SUFFIX, PARTITIONS_MAX, Dataset, read_dataset
-from dynamoth.data.executions import begin_again_command, begin_progress_command, executions_server
+from dynamoth.data.progress import begin_again_command, begin_progress_command, executions_server
 from dynamoth.data.queries import KEEP_S_MIN, StandingQuery, canonical_values, read_query
 from dynamoth.data.records import (
     finish_load_command,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynamoth import names
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY
-from dynamoth.data.executions import executions_key
+from dynamoth.data.progress import executions_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.terms import OWNER_KEY, TERM_KEY

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from dynamoth.data.catalog import QUERIES_KEY, Entry, put_command
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     QueryStatus,
     begin_key,
     executions_key,

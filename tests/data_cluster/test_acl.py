@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, entry_of, put_command
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     Progress,
     QueryStatus,
     Window,
@@ -31,7 +31,7 @@ from dynamoth.edge.log import SERVERS_KEY, log_keys, servers_value
 from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.interest_table import expire_interests
-from dynamoth_analytics.cluster.publishing import Publication, close_publishers
+from dynamoth_analytics.cluster.publishing import ResultPublisher, close_publishers
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, read_servers
 from dynamoth_cli.commands.acl import ROLES, make_user, to_lines
 from dynamoth_cli.local.embedded import EmbeddedRedis
@@ -196,12 +196,12 @@ def _execute(guarded: Guarded, interest: str, folder: Path) -> None:
     window = Window({"tick_ms": 0, "offsets": {}}, {"tick_ms": 1, "offsets": {}})
     servers.run("l1", store_progress_command("of_number", Progress(1, window, is_done=True), term))
     servers.run("l1", store_status_command("of_number", QueryStatus(), term))
-    publication = Publication(
+    publisher = ResultPublisher(
         servers, guarded.cluster_url("data-cluster"), "of_number", 1, 1, 1, term,
         inline_bytes_max=1000, result_bytes_max=1000, retained_min=10, ttl_s=60.0,
     )  # fmt: skip
     counts: dict[str, int] = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
-    publication.publish_payloads([(interest, b"{}")], counts)
+    publisher.publish_payloads([(interest, b"{}")], counts)
     assert (counts["result_sets"], counts["unpublished"]) == (1, 0)
     end = time.monotonic() + TIMEOUT_S
     while not expire_interests(servers, "of_number"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import Window, begin_again_command, executions_server, restart_key
+from dynamoth.data.progress import Window, begin_again_command, executions_server, restart_key
 from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions, outdated, values
 from dynamoth_analytics.cluster.dropping import end_dropped

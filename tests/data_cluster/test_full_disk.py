@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import Checkpoint
+from dynamoth.data.progress import Checkpoint
 from dynamoth_analytics.cluster import checkpoints, executions, journal
 from dynamoth_analytics.cluster.archive import ArchivingFailed
-from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
+from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
 from dynamoth_analytics.cluster.failures import DISK_IS_FULL, reason_of
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
     start: dict[str, Any]
     end: dict[str, Any]
     start, end = {"tick_ms": 0, "offsets": {}}, {"tick_ms": 1, "offsets": {}}
-    checkpoint.begin(Base(7, start, None, ["reports"]))
+    checkpoint.begin(CheckpointBase(7, start, None, ["reports"]))
     checkpoint.write_end(0, end)
 
     def full(_: int) -> None:
@@ -104,10 +104,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
         with pytest.raises(OSError, match="No space left"):
             checkpoint.write_end(1, end)
         with pytest.raises(OSError, match="No space left"):
-            checkpoint.begin(Base(8, end, None, ["reports"]))
+            checkpoint.begin(CheckpointBase(8, end, None, ["reports"]))
     assert checkpoint.read() == Checkpoint(7, {8: end}, 7, start)
     assert not [*tmp_path.rglob("*.json.tmp")]
-    checkpoint.begin(Base(8, end, None, ["reports"]))
+    checkpoint.begin(CheckpointBase(8, end, None, ["reports"]))
     assert checkpoint.read() == Checkpoint(8, {}, 8, end)
 
 

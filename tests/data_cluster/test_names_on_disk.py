@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth_analytics.cluster.archive import Archiver
-from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
+from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
 from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.loads import LoadCopies
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
@@ -56,7 +56,7 @@ def test_of_the_journal(missing: Missing, tmp_path: Path) -> None:
 def test_of_a_checkpoint(missing: Missing, tmp_path: Path) -> None:
     checkpoint = CheckpointFolder(tmp_path / "checkpoints" / "near")
     for number in range(2):
-        checkpoint.begin(Base(number, {"tick_ms": 0, "offsets": {}}, None, ["reports"]))
+        checkpoint.begin(CheckpointBase(number, {"tick_ms": 0, "offsets": {}}, None, ["reports"]))
         checkpoint.write_end(0, {"tick_ms": 1, "offsets": {}})
         assert missing(tmp_path / "checkpoints") == []
 

@@ -11,7 +11,7 @@ from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import outdated
 from dynamoth_analytics.cluster.interest_table import InterestTable
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
-from dynamoth_analytics.cluster.publishing import Publication
+from dynamoth_analytics.cluster.publishing import ResultPublisher
 from tests.data_cluster.world import World
 
 CHANGED: dict[str, Any] = {
@@ -37,10 +37,10 @@ class Cluster:
     def execute(self, execution: int) -> None:
         self.table.refresh()
         world, query = self.world, self.query
-        publication = Publication(
+        publisher = ResultPublisher(
             world.servers, world.cluster_url, query.name, query.version, execution, 0, 1, 1000, 1000, 10, 60.0
         )
-        self.outdated.end(publication, self.table)
+        self.outdated.end(publisher, self.table)
 
 
 def error(version: int, execution: int, reason: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.executions import QueryStatus
+from dynamoth.data.progress import QueryStatus
 from dynamoth.data.terms import TERM_KEY
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.process import DataClusterConfig, DataClusterProcess, prepare_folder

@@ -18,17 +18,19 @@ import redis
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, unpack_publication
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth_analytics.cluster.publishing import Fenced, Publication
+from dynamoth_analytics.cluster.publishing import Fenced, ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServerFailed
 from tests.data_cluster.world import World
 
 
-def publication(world: World, **settings: Any) -> Publication:
-    made = Publication(world.servers, world.cluster_url, "of_type", 3, 7, 1_700_000_000_000, 5, 1000, 5000, 100, 600.0)
+def publisher(world: World, **settings: Any) -> ResultPublisher:
+    made = ResultPublisher(
+        world.servers, world.cluster_url, "of_type", 3, 7, 1_700_000_000_000, 5, 1000, 5000, 100, 600.0
+    )
     return replace(made, **settings)
 
 
-def publish(how: Publication, *results: tuple[str, int, str]) -> dict[str, int]:
+def publish(how: ResultPublisher, *results: tuple[str, int, str]) -> dict[str, int]:
     """Publish results (interest, rows, JSON), one batch each; return the counts."""
     names = ("interest", "rows", "result")
     batches = [
@@ -68,7 +70,7 @@ def next_publication(subscriber: Any) -> tuple[LoggedPublication, float]:
 def test_a_result_set_is_stored_and_then_published(world: World) -> None:
     one, other, *_ = interests(2)
     with heard(world, one) as subscriber:
-        counts = publish(publication(world), (one, 1, '[{"id":"a"}]'), (other, 2, '[{"id":"a"},{"id":"b"}]'))
+        counts = publish(publisher(world), (one, 1, '[{"id":"a"}]'), (other, 2, '[{"id":"a"},{"id":"b"}]'))
         notice, _ = next_publication(subscriber)
     assert notice.payload is not None
     assert json.loads(notice.payload) == world.log(one)[0]
@@ -82,7 +84,7 @@ def test_a_result_set_is_stored_and_then_published(world: World) -> None:
 
 def test_a_repeated_execution_is_stored_once_and_published_again(world: World) -> None:
     one, *_ = interests(1)
-    how = publication(world)
+    how = publisher(world)
     publish(how, (one, 1, "[1]"))
     with heard(world, one) as subscriber:
         counts = publish(how, (one, 1, "[1]"))
@@ -95,7 +97,7 @@ def test_a_repeated_execution_is_stored_once_and_published_again(world: World) -
 def test_a_large_result_set_is_a_notice_and_a_larger_one_an_error(world: World) -> None:
     one, other, *_ = interests(2)
     with heard(world, one) as subscriber:
-        counts = publish(publication(world), (one, 9, json.dumps(["x" * 2000])), (other, 9, json.dumps(["x" * 6000])))
+        counts = publish(publisher(world), (one, 9, json.dumps(["x" * 2000])), (other, 9, json.dumps(["x" * 6000])))
         notice, _ = next_publication(subscriber)
     assert notice.payload is None
     assert world.rows(one) == [["x" * 2000]]
@@ -107,15 +109,15 @@ def test_a_large_result_set_is_a_notice_and_a_larger_one_an_error(world: World) 
 def test_a_query_whose_results_are_pulled_sends_notices_only(world: World) -> None:
     one, *_ = interests(1)
     with heard(world, one) as subscriber:
-        publish(publication(world, inline_bytes_max=-1), (one, 1, "[1]"))
+        publish(publisher(world, inline_bytes_max=-1), (one, 1, "[1]"))
         assert next_publication(subscriber)[0].payload is None
 
 
 def test_a_former_data_cluster_publishes_nothing(world: World) -> None:
     one, *_ = interests(1)
-    publish(publication(world, term=6, execution=6), (one, 1, "[6]"))
+    publish(publisher(world, term=6, execution=6), (one, 1, "[6]"))
     with pytest.raises(Fenced):
-        publish(publication(world), (one, 1, "[7]"))
+        publish(publisher(world), (one, 1, "[7]"))
     assert world.rows(one) == [[6]]
 
 
@@ -125,10 +127,10 @@ def test_a_log_that_refuses_fails_the_execution_and_the_repetition_completes_it(
     world.servers.run(world.server_of(spoiled), (b"SET", log_keys(spoiled)[0], b"no hash"))
     results = [(each, 1, "[1]") for each in ids]
     with pytest.raises(LogServerFailed, match="WRONGTYPE"):
-        publish(publication(world, retry_s=0.0), *results)
+        publish(publisher(world, retry_s=0.0), *results)
     world.servers.run(world.server_of(spoiled), (b"DEL", log_keys(spoiled)[0]))
     assert any(world.log(each) for each in ids), "a part was stored"
-    counts = publish(publication(world), *results)
+    counts = publish(publisher(world), *results)
     assert counts["repeated"] > 0
     assert [world.rows(each) for each in ids] == [[[1]]] * len(ids)
 
@@ -136,7 +138,7 @@ def test_a_log_that_refuses_fails_the_execution_and_the_repetition_completes_it(
 def test_without_the_cluster_results_are_stored_and_brokers_find_them(world: World) -> None:
     """They compare the ends of logs."""
     one, *_ = interests(1)
-    how = publication(world, cluster_url="dynamoth://127.0.0.1:1?socket_timeout=1")
+    how = publisher(world, cluster_url="dynamoth://127.0.0.1:1?socket_timeout=1")
     counts = publish(how, (one, 1, "[1]"))
     assert counts["unpublished"] == 1
     assert world.rows(one) == [[1]]
@@ -147,7 +149,7 @@ def test_many_result_sets_are_published_in_a_moment(world: World) -> None:
     batch = arrow.RecordBatch.from_pydict(
         {"interest": ids, "rows": [1] * len(ids), "result": ['[{"id":"x"}]'] * len(ids)}
     )
-    how = publication(world)
+    how = publisher(world)
     began = time.process_time()
     (counts,) = how.publish([batch])
     seconds = time.process_time() - began

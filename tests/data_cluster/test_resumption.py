@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     Checkpoint,
     Continuation,
     Progress,

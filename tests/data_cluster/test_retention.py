@@ -12,7 +12,7 @@ import pytest
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset, Field
-from dynamoth.data.executions import Checkpoint, Progress, Window
+from dynamoth.data.progress import Checkpoint, Progress, Window
 from dynamoth.data.queries import StandingQuery
 from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
 from dynamoth_analytics.cluster.archive_files import file_name

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry
-from dynamoth.data.executions import executions_key, executions_server, restart_key
+from dynamoth.data.progress import executions_key, executions_server, restart_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import Window
+from dynamoth.data.progress import Window
 from dynamoth.data.records import partition_keys
 from dynamoth_analytics.cluster import small_windows
 from dynamoth_analytics.cluster.reading import RecordsLost

@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, entry_of, put_command
 from dynamoth.data.datasets import Dataset, read_dataset
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     Progress,
     QueryStatus,
     begin_progress_command,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamoth.data.catalog import QUERIES_KEY, Entry, put_command
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     Progress,
     Window,
     begin_progress_command,

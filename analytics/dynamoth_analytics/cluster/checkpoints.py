@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamoth.data.executions import Checkpoint
+from dynamoth.data.progress import Checkpoint
 from dynamoth_analytics.cluster.batches import make_folder, sync_folder, write_text
 
 BASE_FILE = "base.json"
@@ -30,7 +30,7 @@ Offsets = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Base:
+class CheckpointBase:
     """What ``base.json`` says."""
 
     #: The execution before the first one.
@@ -53,15 +53,15 @@ class CheckpointFolder:
         """Where Spark writes."""
         return self._folder / "spark"
 
-    def base(self) -> Base | None:
+    def base(self) -> CheckpointBase | None:
         """Return where it begins; None if there is no checkpoint. Raises OSError."""
         try:
             values = json.loads((self._folder / BASE_FILE).read_text(encoding="utf-8"))
-            return Base(values["base"], values["start"], values["end"], values["datasets"])
+            return CheckpointBase(values["base"], values["start"], values["end"], values["datasets"])
         except (FileNotFoundError, ValueError, KeyError):
             return None  # it never came to be, or is damaged: what the log server has stored counts then
 
-    def begin(self, base: Base) -> None:
+    def begin(self, base: CheckpointBase) -> None:
         """Begin a new one in place of the former one. Raises OSError; where the disk is full, that is still there."""
         values = {
             "base": base.execution, "start": base.start, "end": base.first_end, "datasets": list(base.datasets)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamoth.data.executions import QueryStatus, give_up
+from dynamoth.data.progress import QueryStatus, give_up
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.results import dropped_payload
@@ -43,7 +43,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     query = StandingQuery(name, "", "", 0, version=status.version, retained_min=RETAINED_MAX)
     payload = dropped_payload(name, status.version, last.execution, now_ms)
     counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-    context.publication(query, last.execution, 0).publish_payloads(((each, payload) for each in interests), counts)
+    context.publisher(query, last.execution, 0).publish_payloads(((each, payload) for each in interests), counts)
     context.store_progress(name, last)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):

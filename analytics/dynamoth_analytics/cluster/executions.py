@@ -35,7 +35,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     Checkpoint,
     Progress,
     QueryStatus,
@@ -59,12 +59,12 @@ from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.batches import record_schema
-from dynamoth_analytics.cluster.checkpoints import Base, CheckpointFolder
+from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
 from dynamoth_analytics.cluster.failures import check_spark, is_fenced_by_another, reason_of
-from dynamoth_analytics.cluster.interest_table import InterestTable, interest_schema
+from dynamoth_analytics.cluster.interest_table import InterestTable, table_schema
 from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
-from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, Publication
+from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, SmallWindows, Table, pairs
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
@@ -121,9 +121,9 @@ class ClusterContext:
             "loads": str(self.folder / "static"),
         }
 
-    def publication(self, query: StandingQuery, execution: int, tick_ms: int) -> Publication:
+    def publisher(self, query: StandingQuery, execution: int, tick_ms: int) -> ResultPublisher:
         """Return how the result sets of an execution are published."""
-        return Publication(
+        return ResultPublisher(
             self.servers, self.cluster_url, query.name, query.version, execution, tick_ms, self.term,
             query.inline_bytes_max if query.delivery == "inline" else -1, query.result_bytes_max, query.retained_min,
             max(self.ttl_s, query.keep_s), self.append_retry_s,
@@ -351,7 +351,7 @@ class QueryRunner:
         stream: StreamingQuery = writer.trigger(processingTime="0 seconds").start()
         return stream
 
-    def _prepared_checkpoint(self) -> Base:
+    def _prepared_checkpoint(self) -> CheckpointBase:
         """Return where the checkpoint begins: the one that there is, or a new one behind the last execution."""
         base, datasets = self._checkpoint.base(), sorted(self.query.datasets)
         checkpoint, progress, name = self._checkpoint.read(), self._context.progress(self.query.name), self.query.name
@@ -377,7 +377,7 @@ class QueryRunner:
         now = self._windows.now()
         start = with_new_datasets(begin.start or self._context.begin(name) or now, now["offsets"])
         end = None if begin.first_end is None else with_new_datasets(begin.first_end, now["offsets"])
-        base = Base(begin.base, start, end, datasets)
+        base = CheckpointBase(begin.base, start, end, datasets)
         self._checkpoint.begin(base)
         return base
 
@@ -458,13 +458,13 @@ class QueryRunner:
         """Execute the query. The session is the stream's own: views of the same name are others elsewhere."""
         query, context, end = self.query, self._context, window.end
         self.table.refresh()
-        self._outdated.end(context.publication(query, execution, end["tick_ms"]), self.table)
+        self._outdated.end(context.publisher(query, execution, end["tick_ms"]), self.table)
         counts: Counter[str] = Counter()
         file, interests_count = self.table.file(end.get("sealed_ms", end["tick_ms"]))
         if not interests_count and self._has_executed:
             return counts
         self._has_executed = True  # once without interests, too: so Java is warm when the first ones come
-        interests: DataFrame = spark.read.schema(from_arrow_schema(interest_schema(query))).parquet(str(file))
+        interests: DataFrame = spark.read.schema(from_arrow_schema(table_schema(query))).parquet(str(file))
         tables = None
         if interests_count <= ROWS_MAX:
             tables = context.small_windows.tables(query, self.datasets, window)
@@ -479,8 +479,8 @@ class QueryRunner:
             has_grids = pairs(tables, interests_count) > PAIRS_MAX
             compiled = self._compiled if has_grids else self._compiled.without_grids()
             results = compiled.run(spark, views, interests.coalesce(1), end["tick_ms"])
-        publication = context.publication(query, execution, end["tick_ms"])
-        for row in results.mapInArrow(publication.publish, METRICS_SCHEMA).collect():
+        publisher = context.publisher(query, execution, end["tick_ms"])
+        for row in results.mapInArrow(publisher.publish, METRICS_SCHEMA).collect():
             counts.update(row.asDict())
         return counts
 

@@ -42,7 +42,7 @@ _TYPES: dict[ParameterType, Any] = {
 }
 
 
-def interest_schema(query: StandingQuery) -> Any:
+def table_schema(query: StandingQuery) -> Any:
     """Return the Arrow schema of a query's interest table: id, when it was registered (ms), and the parameters."""
     parameters = [arrow.field(PARAMETER_PREFIX + each.name, _TYPES[each.type]) for each in query.parameters]
     return arrow.schema([
@@ -195,7 +195,7 @@ class InterestTable:
         return True
 
     def _written(self, rows: Sequence[tuple[Any, ...]]) -> Path:
-        schema = interest_schema(self._query)
+        schema = table_schema(self._query)
         try:
             arrays = _arrays(schema, rows)
         except _UNFIT:

@@ -14,7 +14,7 @@ from typing import Any
 from dynamoth.data.results import changed_payload, says_the_same
 from dynamoth.edge.log import log_keys, log_server
 from dynamoth_analytics.cluster.interest_table import InterestTable
-from dynamoth_analytics.cluster.publishing import Publication
+from dynamoth_analytics.cluster.publishing import ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServers
 
 BROKERS_S = 10.0
@@ -33,7 +33,7 @@ class OutdatedInterests:
         self._begun_at = time.monotonic()
         self._ended: set[str] = set()
 
-    def end(self, publication: Publication, table: InterestTable) -> None:
+    def end(self, publisher: ResultPublisher, table: InterestTable) -> None:
         """Publish to the interests that do not fit, in an execution, unless that is done.
 
         Raises LogServerFailed and Fenced; call it again then, with the same execution or a later one.
@@ -41,28 +41,28 @@ class OutdatedInterests:
         unfit = table.unfit()
         self._ended &= unfit.keys()  # one that was forgotten and comes back is ended again
         new = {each: reason for each, reason in unfit.items() if each not in self._ended}
-        if not new or time.monotonic() < self._begun_at + BROKERS_S or not _is_latest(publication):
+        if not new or time.monotonic() < self._begun_at + BROKERS_S or not _is_latest(publisher):
             return
-        head = publication.query, publication.version, publication.execution, publication.tick_ms
+        head = publisher.query, publisher.version, publisher.execution, publisher.tick_ms
         payloads = {each: changed_payload(*head, new[each]) for each in new}
-        last = _last_payloads(publication.servers, [*payloads])
+        last = _last_payloads(publisher.servers, [*payloads])
         waiting = {each: payload for each, payload in payloads.items() if not _is_said(last.get(each), payload)}
         counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-        publication.publish_payloads(waiting.items(), counts)
+        publisher.publish_payloads(waiting.items(), counts)
         self._ended |= new.keys()
         if waiting:
             text = "query %s has changed: %d interests do not fit it any more, and know"
-            _log.warning(text, publication.query, len(waiting))
+            _log.warning(text, publisher.query, len(waiting))
 
 
 def _is_said(last: bytes | None, payload: bytes) -> bool:
     return last is not None and says_the_same(last, payload)
 
 
-def _is_latest(publication: Publication) -> bool:
+def _is_latest(publisher: ResultPublisher) -> bool:
     """Tell whether this is the latest version: else interests may fit that one, and brokers may know it already."""
-    query = publication.servers.catalog().queries.get(publication.query)
-    return query is not None and query.version == publication.version
+    query = publisher.servers.catalog().queries.get(publisher.query)
+    return query is not None and query.version == publisher.version
 
 
 def _last_payloads(servers: LogServers, interests: Sequence[str]) -> Mapping[str, bytes]:

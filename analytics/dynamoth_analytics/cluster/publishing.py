@@ -54,7 +54,7 @@ class Fenced(DynamothError):
 
 
 @dataclass(frozen=True)
-class Publication:
+class ResultPublisher:
     """How the result sets of one execution are published."""
 
     servers: LogServers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dynamoth.data.catalog import Catalog
-from dynamoth.data.executions import Checkpoint, Progress
+from dynamoth.data.progress import Checkpoint, Progress
 from dynamoth.data.records import partition_name
 from dynamoth_analytics.cluster.archive import archived_datasets
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, entry_of, put_command
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import QueryStatus, executions_server, restart_key
+from dynamoth.data.progress import QueryStatus, executions_server, restart_key
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.archive import Archiver

@@ -50,7 +50,7 @@ from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import LogOptions, append_command, log_server, parse_appended
 from dynamoth.edge.publications import LoggedPublication, pack_publication
 from dynamoth.errors import ConfigError, DynamothError
-from dynamoth_analytics.cluster.publishing import Publication, publish_messages
+from dynamoth_analytics.cluster.publishing import ResultPublisher, publish_messages
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
@@ -104,12 +104,12 @@ class _Sink:
         channels = frozenset(channel for channel, _ in messages)
         if len(channels) < len(messages):
             raise _several(Counter(channel for channel, _ in messages).most_common(1)[0][0])
-        publication = Publication(
+        publisher = ResultPublisher(
             servers, self.url, "", 0, execution, 0, self.term, INLINE_BYTES_MAX, 0,
             self.options.retained_min, self.options.ttl_s,
         )  # fmt: skip
         counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-        publication.publish_payloads(((channel_interest(name).id, payload) for name, payload in messages), counts)
+        publisher.publish_payloads(((channel_interest(name).id, payload) for name, payload in messages), counts)
         return _Published(channels)
 
     def _append(self, servers: LogServers, messages: list[tuple[str, bytes]]) -> None:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import Window
+from dynamoth.data.progress import Window
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import partition_names
 from dynamoth_analytics.cluster.batches import ARRIVED, PARTITION, record_schema, with_columns_of
 from dynamoth_analytics.cluster.loads import LoadCopies
 from dynamoth_analytics.cluster.reading import read_range
 from dynamoth_analytics.cluster.servers import LogServers
-from dynamoth_analytics.cluster.snapshots import Base, KeyedSnapshots
+from dynamoth_analytics.cluster.snapshots import KeyedSnapshots, SnapshotBase
 from dynamoth_analytics.files import arrow, parquet
 
 RECORDS_MAX = 20_000
@@ -160,7 +160,7 @@ class SmallWindows:
             self._snapshots[dataset.name] = kept[-SNAPSHOTS_KEPT:]
             return snapshot.rows
 
-    def _read_base(self, dataset: Dataset, base: Base | None) -> _Snapshot | None:
+    def _read_base(self, dataset: Dataset, base: SnapshotBase | None) -> _Snapshot | None:
         """Return the snapshot of a base; without one, that before the first record. None: it is too large."""
         if base is None:
             return _Snapshot({}, record_schema(dataset).empty_table())

@@ -53,7 +53,7 @@ RENEW_AGE_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class Base:
+class SnapshotBase:
     """A base."""
 
     folder: Path
@@ -136,11 +136,11 @@ class KeyedSnapshots:
         with self._locks[dataset.name]:
             self._write(spark, dataset, own, {**self._options, "fail_on_loss": "false"})
 
-    def base_of(self, dataset: Dataset, offsets: Mapping[str, int]) -> Base | None:
+    def base_of(self, dataset: Dataset, offsets: Mapping[str, int]) -> SnapshotBase | None:
         """Return the base with which a snapshot as of these offsets begins; None: it begins with the first record."""
         return next((each for each in self.bases(dataset) if each.is_at_most(offsets)), None)
 
-    def bases(self, dataset: Dataset) -> list[Base]:
+    def bases(self, dataset: Dataset) -> list[SnapshotBase]:
         """Return the bases of a dataset, the newest first."""
         folder = self._folder / dataset.name
         names = sorted((each.name for each in folder.iterdir()), reverse=True) if folder.is_dir() else []
@@ -184,7 +184,7 @@ def _latest(rows: DataFrame, key: str) -> DataFrame:
     return rows
 
 
-def _is_due(newest: Base | None, states: Mapping[str, PartitionState]) -> bool:
+def _is_due(newest: SnapshotBase | None, states: Mapping[str, PartitionState]) -> bool:
     """Tell whether enough records are behind a base to write the next one."""
     start = newest.offsets if newest else dict[str, int]()
     behind = sum(state.count(start.get(name, 0), state.offset) for name, state in states.items())
@@ -206,12 +206,12 @@ def _force_to_disk(folder: Path) -> int:
     return sum(int(parquet.read_metadata(each).num_rows) for each in files)
 
 
-def _read_base(folder: Path) -> Base | None:
+def _read_base(folder: Path) -> SnapshotBase | None:
     """Return the base of a folder; None: it was not completed, or is being deleted."""
     file = folder / "base.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        return Base(folder, values["offsets"], values["keys"], time.time() - file.stat().st_mtime)
+        return SnapshotBase(folder, values["offsets"], values["keys"], time.time() - file.stat().st_mtime)
     except (FileNotFoundError, NotADirectoryError):
         return None
 

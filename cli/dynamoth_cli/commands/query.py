@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     QueryStatus,
     executions_key,
     executions_server,

@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 
-from dynamoth.data.executions import executions_key, executions_server
+from dynamoth.data.progress import executions_key, executions_server
 from dynamoth.data.records import PartitionState, parse_state, partition_name, partition_server, state_command
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.child import Child, dynamoth_command

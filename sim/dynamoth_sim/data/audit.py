@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from dynamoth.data.executions import Window
+from dynamoth.data.progress import Window
 from dynamoth.edge.interests import Interest
 from dynamoth_sim.audit import Totals, Violation
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dynamoth.data.executions import Checkpoint, Window
+from dynamoth.data.progress import Checkpoint, Window
 
 Offsets = Mapping[str, Any]
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import dynamoth.data.executions
+import dynamoth.data.progress
 import dynamoth.data.records
 import dynamoth.data.registrations
 import dynamoth.data.terms
 import dynamoth_broker.records
-from dynamoth.data.executions import Checkpoint, Continuation, Progress, Window, continuation, store_progress_command
+from dynamoth.data.progress import Checkpoint, Continuation, Progress, Window, continuation, store_progress_command
 from dynamoth.data.records import append_records_command
 from dynamoth.data.terms import claim_command
 from dynamoth.edge.log import append_many_command
@@ -234,7 +234,7 @@ def unfinished_executions_are_skipped() -> AbstractContextManager[None]:
     def skip(progress: Progress) -> Any:
         return continuation(replace(progress, is_done=True))
 
-    return replaced(dynamoth.data.executions, continuation=skip)
+    return replaced(dynamoth.data.progress, continuation=skip)
 
 
 def progress_is_not_read() -> AbstractContextManager[None]:
@@ -243,7 +243,7 @@ def progress_is_not_read() -> AbstractContextManager[None]:
     def begin_now(_: Progress) -> Continuation:
         return Continuation(0)
 
-    return replaced(dynamoth.data.executions, continuation=begin_now)
+    return replaced(dynamoth.data.progress, continuation=begin_now)
 
 
 DATA_CHECKS: tuple[Check, ...] = (

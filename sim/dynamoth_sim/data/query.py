@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.executions import (
+from dynamoth.data.progress import (
     Checkpoint,
     Progress,
     Window,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset, Field
-from dynamoth.data.executions import begin_progress_command, executions_server
+from dynamoth.data.progress import begin_progress_command, executions_server
 from dynamoth.data.queries import Parameter, StandingQuery
 from dynamoth.data.records import parse_records, partition_keys, partition_name, partition_server
 from dynamoth.edge.interests import Interest, query_interest
