@@ -152,7 +152,7 @@ def test_a_log_server_without_memory_is_named_with_the_cure(servers: Servers) ->
     async def main() -> None:
         async with DatasetWriter(servers.urls) as writer:
             await writer.append("small", {"n": 1})
-            servers.execute(server, "CONFIG", "SET", "maxmemory", "1mb")
+            servers.execute(server, "CONFIG", "SET", "maxmemory", "1")
             with pytest.raises(LogUnavailable, match=rf"log server {server}: .*raise its maxmemory.*not stored"):
                 await writer.append("small", {"n": 2})
             servers.execute(server, "CONFIG", "SET", "maxmemory", "0")
