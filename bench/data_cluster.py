@@ -1,6 +1,6 @@
 """What an execution of a standing query costs: for all of its interests at once, on Spark.
 
-Run with ``python -m bench.data_cluster``; ``--help`` tells the rest. A real ``dynamoth data-cluster`` has two log
+Run with ``python -m bench.data_cluster``; ``--help`` has the rest. A real ``dynamoth data-cluster`` has two log
 servers. Three queries, one after the other: of a kind and above a value, near a place and of a type, and near the user,
 whose place is in a keyed dataset. The interests have 100 to 1,000 metres; records, interests and users' places are
 spread evenly. The data cluster is paused while records are stored, so one execution is for all of them; it reads them

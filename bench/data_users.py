@@ -1,6 +1,6 @@
 """What users cost an execution whose interests are the same: nothing, as it is made once for each interest.
 
-Run with ``python -m bench.data_users``; ``--help`` tells the rest. A real ``dynamoth data-cluster`` has two log servers
+Run with ``python -m bench.data_users``; ``--help`` has the rest. A real ``dynamoth data-cluster`` has two log servers
 and a broker, and the users, in a process of their own, subscribe to the same interests of one query, each to one. The
 records of an execution are stored together. Few and many users take turns; each execution counts when every user has
 got its result sets. The times are those of the data cluster's journal; deliveries are not part of them.

@@ -1,6 +1,6 @@
 """How soon a data cluster executes the queries of the emergency example, from its start on.
 
-Run with ``python -m bench.small_windows``; ``--help`` tells the rest. A real ``dynamoth data-cluster`` has two log
+Run with ``python -m bench.small_windows``; ``--help`` has the rest. A real ``dynamoth data-cluster`` has two log
 servers with the queries, interests and records of ``examples/emergency``: places of all users each second, and five
 reports. There are no brokers and no users: this is about executions alone. It is killed after half of the time, and
 started again. Java is slow when it has just started, so executions are shown by their order in their process: how long

@@ -1,4 +1,4 @@
-"""Tells that a query is stalled: there is something to execute, and no execution ends.
+"""Finds queries that are stalled: there is something to execute, and no execution ends.
 
 Theory of operation
 -------------------
