@@ -4,8 +4,9 @@ Run with ``python -m bench.data_cluster``; ``--help`` has the rest. A real ``dyn
 servers. Three queries, one after the other: of a kind and above a value, near a place and of a type, and near the user,
 whose place is in a keyed dataset. The interests have 100 to 1,000 metres; records, interests and users' places are
 spread evenly. The data cluster is paused while records are stored, so one execution is for all of them; it reads them
-from the log servers and stores the result sets there, as always. The times are those of its journal. The first
-execution does not count: Java is slow when it has just started.
+from the log servers and stores the result sets there, as always. The times are those of its journal. The first three
+executions are shown, and do not count: Java is slow when it has just started, and each process that publishes has to
+learn the route of each interest's channel once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ PER_KIND = 100
 
 VALUE_MAX = 0.1
 """Records have values from 0 to 1, and interests ask for those above one of up to this: most records of their kind."""
+
+WARM_UPS = 3
 
 WAITING_MAX = 10_000_000
 TEXT = "x" * 300
@@ -86,7 +89,7 @@ def main() -> int:
     parser.add_argument("--records", type=int, nargs="+", default=[10_000], metavar="N")
     parser.add_argument("--users", type=int, metavar="N", help="users' places; default: as many as interests")
     parser.add_argument("--queries", nargs="+", default=[*QUERIES], choices=[*QUERIES])
-    parser.add_argument("--runs", type=int, default=3, metavar="N")
+    parser.add_argument("--runs", type=int, default=5, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
@@ -96,8 +99,8 @@ def main() -> int:
                 results.append(each)
                 sys.stdout.write(
                     f"{name:12} {interests:>9,} interests {each['records']:>9,} records: {each['seconds']:6.2f} s"
-                    f" ({min(each['all']):.2f} to {max(each['all']):.2f}), {each['result_sets']:,} result sets,"
-                    f" {each['rows']:,} rows\n"
+                    f" ({min(each['all']):.2f} to {max(each['all']):.2f}; first {', '.join(map(str, each['first']))}),"
+                    f" {each['result_sets']:,} result sets, {each['rows']:,} rows\n"
                 )
                 sys.stdout.flush()
     seconds = {each["query"]: each["seconds"] for each in results}
@@ -121,13 +124,15 @@ def _measure(name: str, interests: int, arguments: argparse.Namespace) -> Iterat
         for records in arguments.records:
             found = [
                 execution_of(servers, cluster, query, records_of(records, interests, chance), count)
-                for _ in range(1 + arguments.runs)
-            ][1:]
+                for _ in range(WARM_UPS + arguments.runs)
+            ]
+            first, found = found[:WARM_UPS], found[WARM_UPS:]
             yield {
                 "query": name,
                 "interests": count,
                 "records": records,
                 "seconds": statistics.median(each["seconds"] for each in found),
+                "first": [each["seconds"] for each in first],
                 "all": [each["seconds"] for each in found],
                 "result_sets": found[-1].get("result_sets", 0),
                 "rows": found[-1].get("rows", 0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import lru_cache
 
 
 def result_payload(query: str, version: int, execution: int, until_ms: int, rows_json: str) -> bytes:
@@ -44,6 +45,7 @@ def says_the_same(one: bytes, other: bytes) -> bool:
     return bool(found[0] == found[1])
 
 
+@lru_cache(maxsize=64)
 def _head(query: str, version: int, execution: int, until_ms: int) -> str:
     until = datetime.fromtimestamp(until_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     return f'{{"query":{json.dumps(query)},"version":{version},"execution":{execution},"until":"{until}"'

@@ -123,7 +123,8 @@ def test_results_are_those_of_a_large_window(
     world.append(datasets["reports"], *reports("fire", "a", "bb", "ccc"), *reports("flood", "a"))
     world.append(datasets["places"], *({"id": f"u{size}", "type": "x", "size": size} for size in range(4)))
     start, end = {"tick_ms": 0, "offsets": {}}, window(world, shelters=1).end
-    for name, bound in (("small", None), ("grids", "executions.PAIRS_MAX"), ("large", "small_windows.RECORDS_MAX")):
+    bounds = {"small": None, "grids": "executions.PAIRS_MAX", "interests": "executions.ROWS_MAX"}
+    for name, bound in {**bounds, "large": "small_windows.RECORDS_MAX"}.items():
         query = world.set_query(name, **NEAR)
         interests[name] = world.register(name, {"type": "fire"})
         runner = world.runner(context, query, *datasets.values())
@@ -133,7 +134,7 @@ def test_results_are_those_of_a_large_window(
             sealed = Window(start, {**end, "sealed_ms": world.servers.now_ms()})
             runner._run(stream_session(driver), 1, sealed)  # pyright: ignore[reportPrivateUsage]
     found = {name: world.rows(interest) for name, interest in interests.items()}
-    assert found["small"] == found["grids"] == found["large"]
+    assert found["small"] == found["grids"] == found["interests"] == found["large"]
     assert len(found["small"][0]) > 3
 
 

@@ -31,6 +31,7 @@ from typing import Any
 from py4j.protocol import Py4JError  # pyright: ignore[reportMissingTypeStubs] it has none
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.functions import broadcast
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -65,6 +66,7 @@ from dynamoth_analytics.cluster.interest_table import InterestTable, table_schem
 from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
 from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA, ResultPublisher
+from dynamoth_analytics.cluster.schema import INTEREST
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, SmallWindows, Table, pairs
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
@@ -78,6 +80,8 @@ RETRY_S_MAX = 60.0
 
 CLOCK_S = 1.0
 """A query that waits for a tick reads the clock this often."""
+
+PARTITIONS = "spark.sql.shuffle.partitions"
 
 _log = logging.getLogger("dynamoth.data-cluster")
 
@@ -471,11 +475,18 @@ class QueryRunner:
         for name, setting in SETTINGS.items():
             spark.conf.set(name, setting if tables is not None else str(context.spark.conf.get(name)))
         if tables is None:
-            views = {query.on: self._records(spark, window)}
-            views |= {name: self._view(spark, name, end) for name in query.reads}
+            views = {name: self._view(spark, name, end) for name in query.reads}
+            records = context.small_windows.records(query, self.datasets[query.on], window)
+            if records is None:
+                views[query.on] = self._records(spark, window)
+            else:  # each task joins its own interests with all of them, and no row moves to another task
+                interests = interests.repartition(int(str(spark.conf.get(PARTITIONS))), INTEREST)
+                views[query.on] = self._table_view(spark, query.on, records)
+                if not query.reads:  # of several joins, Spark does not change the order where there is a hint
+                    views[query.on] = broadcast(views[query.on])
             results = self._compiled.run(spark, views, interests, end["tick_ms"])
         else:
-            views = {name: self._small_view(spark, name, table) for name, table in tables.items()}
+            views = {name: self._table_view(spark, name, table).coalesce(1) for name, table in tables.items()}
             has_grids = pairs(tables, interests_count) > PAIRS_MAX
             compiled = self._compiled if has_grids else self._compiled.without_grids()
             results = compiled.run(spark, views, interests.coalesce(1), end["tick_ms"])
@@ -484,11 +495,11 @@ class QueryRunner:
             counts.update(row.asDict())
         return counts
 
-    def _small_view(self, spark: SparkSession, name: str, table: Table) -> DataFrame:
-        """Return a table of a small window, in one partition."""
+    def _table_view(self, spark: SparkSession, name: str, table: Table) -> DataFrame:
+        """Return a table that the driver has read."""
         schema = from_arrow_schema(record_schema(self.datasets[name]))
         rows: DataFrame = spark.read.schema(schema).parquet(*map(str, table.files))
-        return rows.coalesce(1)
+        return rows
 
     def _records(self, spark: SparkSession, window: Window) -> DataFrame:
         """Return the new records of a window, read by Spark."""

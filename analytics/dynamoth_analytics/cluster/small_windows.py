@@ -7,6 +7,9 @@ the same.
 
 Of a keyed dataset, the driver keeps the latest record of each key in memory, as of the last few windows: a snapshot
 costs what has changed since the one before.
+
+Where only the records are few, as with many interests, Spark gets them from the driver, too, and has all of them in
+each task: so rows need not move to the task of their interest.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -98,8 +101,7 @@ class SmallWindows:
 
         The files are the query's own, and live until its next execution. Raises RecordsLost, LogServerFailed, OSError.
         """
-        folder = self._folder / query.name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._folder_of(query)
         found: dict[str, Table] = {}
         for name in (*query.reads, query.on):
             dataset = datasets[name]
@@ -112,6 +114,16 @@ class SmallWindows:
                 return None
             found[name] = table
         return found
+
+    def records(self, query: StandingQuery, dataset: Dataset, window: Window) -> Table | None:
+        """Return the new records of a window as ``tables`` does; None: they are too many."""
+        rows = self._records(dataset, window)
+        return None if rows is None else _written(self._folder_of(query), dataset, rows)
+
+    def _folder_of(self, query: StandingQuery) -> Path:
+        folder = self._folder / query.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def _records(self, dataset: Dataset, window: Window) -> Any:
         return self._read(dataset, window.start["offsets"], window.end["offsets"], RECORDS_MAX)
