@@ -52,7 +52,7 @@ ALPHA, ALPHA_TARGET, BETA = 0.05, 0.03, 0.3
 they have to be below the cov that random placement gives, as the paper moves users there.
 """
 
-GAMMA = 0.5
+GAMMA = 0.4
 """A shuffle begins above this cov."""
 
 NEVER = 1e9

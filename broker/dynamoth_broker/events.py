@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from dynamoth.edge.frames import Connect, Frame, UserFrame
@@ -60,7 +61,11 @@ class Grant:
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
-    return any(pattern == "*" or compile_glob(pattern.encode()).fullmatch(name.encode()) for pattern in patterns)
+    return any(pattern == "*" or _expression(pattern.encode()).fullmatch(name.encode()) for pattern in patterns)
+
+
+_expression = lru_cache(4096)(compile_glob)
+"""Users have the same few patterns, and each thing that one publishes is compared with them."""
 
 
 # Events.

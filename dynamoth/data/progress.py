@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from dynamoth.data.records import DATA_PREFIX
 from dynamoth.data.terms import store_command
@@ -25,12 +25,25 @@ from dynamoth.machine.events import CommandPart
 from dynamoth.protocol.wire import parser, read_bytes
 
 
+class WindowEnd(TypedDict):
+    """Where one window ends and the next one begins: JSON, as it is stored."""
+
+    #: The tick, in ms since 1970; 0 where no window ends.
+    tick_ms: int
+    #: The last offset of each partition of all datasets of the query.
+    offsets: Mapping[str, int]
+    #: Interests that were registered until then count, in ms since 1970 of the log servers' clock.
+    sealed_ms: NotRequired[int]
+    #: The number of the load of each static dataset.
+    static: NotRequired[Mapping[str, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The records of one execution: those behind ``start`` and up to ``end``, both as the source gives them."""
+    """The records of one execution: those behind ``start`` and up to ``end``."""
 
-    start: Mapping[str, Any]
-    end: Mapping[str, Any]
+    start: WindowEnd
+    end: WindowEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +64,12 @@ class Checkpoint:
     #: The execution before its first one.
     base: int
     #: Ends of windows that it has, by execution; the first one begins at ``start``.
-    ends: Mapping[int, Mapping[str, Any]]
+    ends: Mapping[int, WindowEnd]
     #: The last execution that Spark has committed; ``base`` if there is none.
     committed: int
-    start: Mapping[str, Any]
+    start: WindowEnd
     #: The end that its first window has to have, where an execution is repeated; None: that of the next tick.
-    first_end: Mapping[str, Any] | None = None
+    first_end: WindowEnd | None = None
 
     @property
     def last(self) -> int:
@@ -89,9 +102,9 @@ class Continuation:
     #: The execution before its first one.
     base: int
     #: Offsets before the first window; None: those of ``begin_key``, or else behind all records that there are.
-    start: Mapping[str, Any] | None = None
+    start: WindowEnd | None = None
     #: End of the first window; None: that of the next tick.
-    first_end: Mapping[str, Any] | None = None
+    first_end: WindowEnd | None = None
 
 
 def continuation(progress: Progress) -> Continuation:
@@ -125,7 +138,7 @@ def resumption(
     return continuation(last if progress is None or last.execution > progress.execution else progress)
 
 
-def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: Mapping[str, Any], now_ms: int) -> Progress:
+def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: WindowEnd, now_ms: int) -> Progress:
     """Return an execution without results: behind it, a query goes on that gives up its records up to ``end``.
 
     An execution that was not finished is given up, too; a part of it may have been published.
@@ -143,14 +156,14 @@ def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: Mappi
     return Progress(last + 1, Window(start, end), is_done=True)
 
 
-def with_new_datasets(offsets: Mapping[str, Any], tips: Mapping[str, int]) -> Mapping[str, Any]:
-    """Return offsets with the present ends of those datasets that they do not know: a query has begun to read them.
+def with_new_datasets(end: WindowEnd, tips: Mapping[str, int]) -> WindowEnd:
+    """Return an end with the present ends of those datasets that it does not know: a query has begun to read them.
 
     A partition that a known dataset has got since is read from its first record on.
     """
-    known = {name.rpartition("/")[0] for name in offsets["offsets"]}
+    known = {name.rpartition("/")[0] for name in end["offsets"]}
     new = {name: tip for name, tip in tips.items() if name.rpartition("/")[0] not in known}
-    return {**offsets, "offsets": {**offsets["offsets"], **new}}
+    return {**end, "offsets": {**end["offsets"], **new}}
 
 
 # Keys and commands.
@@ -192,7 +205,7 @@ def store_progress_command(query: str, progress: Progress, term: int) -> tuple[C
     return store_command(executions_key(query), _as_text(progress), term)
 
 
-def begin_progress_command(query: str, end: Mapping[str, Any], execution: int = 0) -> tuple[CommandPart, ...]:
+def begin_progress_command(query: str, end: WindowEnd, execution: int = 0) -> tuple[CommandPart, ...]:
     """Return the command that has a query begin behind ``end``; it does nothing where progress is stored.
 
     The first execution has the number behind ``execution``: more than 0 where logs may know former ones.
@@ -200,7 +213,7 @@ def begin_progress_command(query: str, end: Mapping[str, Any], execution: int = 
     return b"SET", executions_key(query), _as_text(Progress(execution, Window(end, end), is_done=True)), b"NX"
 
 
-def begin_again_command(query: str, end: Mapping[str, Any]) -> tuple[CommandPart, ...]:
+def begin_again_command(query: str, end: WindowEnd) -> tuple[CommandPart, ...]:
     """Return the command that has a dropped query begin behind ``end``, once it is registered again and executed.
 
     Call it before it is registered: a data cluster may write that it was dropped at any time until then, and later.
@@ -209,7 +222,7 @@ def begin_again_command(query: str, end: Mapping[str, Any]) -> tuple[CommandPart
 
 
 @parser("where a query begins again")
-def parse_begin(reply: Any) -> Mapping[str, Any] | None:
+def parse_begin(reply: Any) -> WindowEnd | None:
     """Read the reply of a GET of ``begin_key``; None where nothing is stored. Raises MalformedMessage."""
     if reply is None:
         return None

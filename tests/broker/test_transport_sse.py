@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 
 from dynamoth.errors import ConfigError
-from dynamoth_broker.process.sse import POSTS_UNPACED_MAX, STREAMS_PER_SESSION_MAX, SseServer
+from dynamoth_broker.process.sse import STREAMS_PER_SESSION_MAX, SseServer
+from dynamoth_broker.process.sse_connection import POSTS_UNPACED_MAX
 from dynamoth_broker.process.transport import HARD_BOUND_RATIO, TransportOptions, UserConnection, broadcast, prepare
 from tests.broker.transport_users import OPTIONS, PATIENCE_S, SHORT, Recorder, Run, raw_user, run, until
 

@@ -7,17 +7,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.progress import Window, begin_again_command, executions_server, restart_key
+from dynamoth.data.progress import Window, WindowEnd, begin_again_command, executions_server, restart_key
 from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions, outdated, values
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.executions import QueryRunner
 from tests.data_cluster.world import World, reports, stream_session, until
+
+BEGIN: WindowEnd = {"tick_ms": 0, "offsets": {}}
 
 
 @contextmanager
@@ -77,8 +78,8 @@ def test_who_is_registered_before_a_window_is_sealed_is_part_of_it(driver: Spark
     registered_ms = driver.read.parquet(str(runner.table.file(2**52)[0])).collect()[0]["_registered"]
     for execution, sealed_ms in enumerate((registered_ms - 1, registered_ms), 1):
         tips = world.servers.tips({"reports": 2})
-        end: dict[str, Any] = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": tips}
-        runner._run(stream_session(driver), execution, Window({"offsets": {}}, end))  # pyright: ignore[reportPrivateUsage]
+        end: WindowEnd = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": tips}
+        runner._run(stream_session(driver), execution, Window(BEGIN, end))  # pyright: ignore[reportPrivateUsage]
     assert [payload["execution"] for payload in world.log(interest)] == [2]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.progress import Checkpoint
+from dynamoth.data.progress import Checkpoint, WindowEnd
 from dynamoth_analytics.cluster import checkpoints, executions, journal
 from dynamoth_analytics.cluster.archive import ArchivingFailed
 from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
@@ -90,8 +90,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = CheckpointFolder(tmp_path / "checkpoints" / "near")
-    start: dict[str, Any]
-    end: dict[str, Any]
+    start: WindowEnd
+    end: WindowEnd
     start, end = {"tick_ms": 0, "offsets": {}}, {"tick_ms": 1, "offsets": {}}
     checkpoint.begin(CheckpointBase(7, start, None, ["reports"]))
     checkpoint.write_end(0, end)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from dynamoth.data.progress import (
     Progress,
     QueryStatus,
     Window,
+    WindowEnd,
     give_up,
     parse_progress,
     parse_status,
@@ -25,7 +24,7 @@ from dynamoth.data.progress import (
 )
 
 
-def offsets(number: int) -> dict[str, Any]:
+def offsets(number: int) -> WindowEnd:
     return {"tick_ms": 1000 * number, "offsets": {"reports/0": number}}
 
 
@@ -89,7 +88,7 @@ def test_another_dataset_begins_a_new_checkpoint_where_the_farther_one_ended() -
 
 
 def test_records_are_given_up_behind_the_last_execution_that_is_known() -> None:
-    tips = {"tick_ms": 0, "offsets": {"reports/0": 20}}
+    tips: WindowEnd = {"tick_ms": 0, "offsets": {"reports/0": 20}}
     assert give_up(progress(7), checkpoint(3, 8), tips, NOW_MS) == Progress(9, Window(offsets(7), tips), True)
     assert give_up(progress(7), None, tips, NOW_MS) == Progress(8, Window(offsets(7), tips), True)
     assert give_up(progress(7, is_done=False), None, tips, NOW_MS) == Progress(8, Window(offsets(6), tips), True)
@@ -98,7 +97,7 @@ def test_records_are_given_up_behind_the_last_execution_that_is_known() -> None:
 
 
 def test_datasets_that_are_new_to_a_query_begin_at_their_end() -> None:
-    known = {"tick_ms": 5, "offsets": {"reports/0": 3}}
+    known: WindowEnd = {"tick_ms": 5, "offsets": {"reports/0": 3}}
     tips = {"reports/0": 9, "reports/1": 8, "alarms/0": 7}
     assert with_new_datasets(known, tips) == {"tick_ms": 5, "offsets": {"reports/0": 3, "alarms/0": 7}}
 

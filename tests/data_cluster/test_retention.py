@@ -12,7 +12,7 @@ import pytest
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset, Field
-from dynamoth.data.progress import Checkpoint, Progress, Window
+from dynamoth.data.progress import Checkpoint, Progress, Window, WindowEnd
 from dynamoth.data.queries import StandingQuery
 from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
 from dynamoth_analytics.cluster.archive_files import file_name
@@ -37,8 +37,8 @@ CATALOG = Catalog(
 
 
 def window(start: int, end: int) -> Window:
-    def at(number: int) -> dict[str, object]:
-        offsets = dict.fromkeys(("reports/0", "reports/1", "users/0"), number)
+    def at(number: int) -> WindowEnd:
+        offsets: dict[str, int] = dict.fromkeys(("reports/0", "reports/1", "users/0"), number)
         return {"tick_ms": number, "offsets": offsets}
 
     return Window(at(start), at(end))

@@ -242,8 +242,8 @@ def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSessi
 
 
 def test_an_order_that_cannot_be_carried_out_holds_up_no_other_one(driver: SparkSession, world: World) -> None:
-    world.set_dataset()
-    name, other = two_queries(world)
+    dataset, (name, other) = world.set_dataset(), two_queries(world)
+    interest = world.register(other, {"type": "fire"})
     server = executions_server(name, world.servers.ids)
     with data_cluster(driver, world) as cluster:
         cluster.look()
@@ -253,7 +253,8 @@ def test_an_order_that_cannot_be_carried_out_holds_up_no_other_one(driver: Spark
         with pytest.raises(DynamothError, match="progress"):
             cluster.look()
         assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 1
-        assert cluster.queries()[other].is_streaming
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(interest))
         world.servers.run(server, (b"SET", executions_key(name), progress))
         cluster.look()
         assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 0

@@ -31,6 +31,13 @@ NEAR: dict[str, Any] = {
 }
 
 
+OF_TYPE: dict[str, Any] = {
+    "on": "reports",
+    "parameters": {"type": "string"},
+    "sql": "SELECT r.id, r.size FROM reports r WHERE r.type = :type",
+}
+
+
 def rows_of(table: Table) -> list[tuple[str, int]]:
     found = [row for file in table.files for row in parquet.read_table(file).to_pylist()]
     assert table.rows == len(found)
@@ -114,18 +121,19 @@ def test_what_is_lost_is_an_error(world: World) -> None:
         small(world).tables(query, datasets, lost)
 
 
+@pytest.mark.parametrize(("definition", "rows"), [(NEAR, 4), (OF_TYPE, 3)], ids=["joins", "alone"])
 def test_results_are_those_of_a_large_window(
-    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch, definition: dict[str, Any], rows: int
 ) -> None:
     datasets = set_all(world)
     interests: dict[str, str] = {}
     context = world.context(driver)
     world.append(datasets["reports"], *reports("fire", "a", "bb", "ccc"), *reports("flood", "a"))
     world.append(datasets["places"], *({"id": f"u{size}", "type": "x", "size": size} for size in range(4)))
-    start, end = {"tick_ms": 0, "offsets": {}}, window(world, shelters=1).end
+    start, end = window(world).start, window(world, shelters=1).end
     bounds = {"small": None, "grids": "executions.PAIRS_MAX", "interests": "executions.ROWS_MAX"}
     for name, bound in {**bounds, "large": "small_windows.RECORDS_MAX"}.items():
-        query = world.set_query(name, **NEAR)
+        query = world.set_query(name, **definition)
         interests[name] = world.register(name, {"type": "fire"})
         runner = world.runner(context, query, *datasets.values())
         with monkeypatch.context() as patch:
@@ -135,7 +143,7 @@ def test_results_are_those_of_a_large_window(
             runner._run(stream_session(driver), 1, sealed)  # pyright: ignore[reportPrivateUsage]
     found = {name: world.rows(interest) for name, interest in interests.items()}
     assert found["small"] == found["grids"] == found["interests"] == found["large"]
-    assert len(found["small"][0]) > 3
+    assert len(found["small"][0]) >= rows
 
 
 def test_pairs_are_those_of_the_two_largest_tables() -> None:

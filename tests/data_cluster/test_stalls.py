@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
+from dynamoth.data.progress import WindowEnd
 from dynamoth_analytics.cluster.executions import QueryRunner
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
@@ -55,14 +56,14 @@ def test_a_process_that_was_stopped_itself_finds_no_query_stalled() -> None:
 
 def test_records_wait_behind_a_tick_only(world: World) -> None:
     dataset, other = world.set_dataset(), world.set_dataset("others")
-    start: dict[str, Any] = {"tick_ms": 0, "offsets": world.servers.tips({"reports": 2, "others": 2})}
+    start: WindowEnd = {"tick_ms": 0, "offsets": world.servers.tips({"reports": 2, "others": 2})}
     windows = Windows(world.servers, dataset, [other], Ticks(1))
     assert not windows.has_waiting(start)
     world.append(other, *reports("fire", "a"))
     assert not windows.has_waiting(start), "the query is not about these"
     world.append(dataset, *reports("fire", "a"))
     assert windows.has_waiting(start)
-    assert not windows.has_waiting({**start, "tick_ms": time.time() * 1000 + 10_000}), "no tick has passed"
+    assert not windows.has_waiting({**start, "tick_ms": int(time.time() * 1000) + 10_000}), "no tick has passed"
 
 
 def test_an_execution_that_hangs_is_shown_until_it_ends(

@@ -12,6 +12,7 @@ from dynamoth.data.catalog import QUERIES_KEY, Entry, put_command
 from dynamoth.data.progress import (
     Progress,
     Window,
+    WindowEnd,
     begin_progress_command,
     executions_key,
     store_progress_command,
@@ -27,7 +28,7 @@ from dynamoth_sim.world.world import World
 
 Command = tuple[CommandPart, ...]
 
-END = {"tick_ms": 5, "offsets": {"reports/0": 7}}
+END: WindowEnd = {"tick_ms": 5, "offsets": {"reports/0": 7}}
 PROGRESS = Progress(3, Window(END, END), is_done=False)
 CHANGES = registration_keys("near")[2]
 STREAM = partition_keys("reports/0")[1]
@@ -70,7 +71,7 @@ STORIES: dict[str, list[Command]] = {
     ],
     "a query begins once": [
         begin_progress_command("near", END),
-        begin_progress_command("near", {}),
+        begin_progress_command("near", {**END, "tick_ms": 6}),
         (b"GET", executions_key("near")),
     ],
     "a definition is replaced by a later one": [put(2, a=1), put(1, a=2), put(2), put(3), (b"HGETALL", QUERIES_KEY)],

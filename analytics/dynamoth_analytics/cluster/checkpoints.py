@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dynamoth.data.progress import Checkpoint
+from dynamoth.data.progress import Checkpoint, WindowEnd
 from dynamoth_analytics.cluster.batches import make_folder, sync_folder, write_text
 
 BASE_FILE = "base.json"
 
 WINDOWS_KEPT = 100
 """Spark keeps so many batches, too."""
-
-Offsets = Mapping[str, Any]
-"""An end of a window, as ``Windows`` returns it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +31,9 @@ class CheckpointBase:
 
     #: The execution before the first one.
     execution: int
-    start: Offsets
+    start: WindowEnd
     #: End of the first window, where an execution is repeated; None: that of the next tick.
-    first_end: Offsets | None
+    first_end: WindowEnd | None
     #: The datasets that the query read then.
     datasets: Sequence[str]
 
@@ -92,13 +88,13 @@ class CheckpointFolder:
             return None  # Spark's files are gone, or are of a backup: it would begin with a former batch
         return Checkpoint(base.execution, ends, committed, base.start, base.first_end)
 
-    def start(self, batch: int) -> Offsets:
+    def start(self, batch: int) -> WindowEnd:
         """Return where the window of a batch begins. Raises OSError."""
         base = self.base()
         assert base is not None, "a stream has a checkpoint"
         return self._end(batch - 1) if batch else base.start
 
-    def end(self, batch: int) -> Offsets | None:
+    def end(self, batch: int) -> WindowEnd | None:
         """Return where the window of a batch ends; None: it has not been written yet. Raises OSError."""
         base = self.base()
         assert base is not None, "a stream has a checkpoint"
@@ -106,7 +102,7 @@ class CheckpointFolder:
             return self._end(batch)
         return base.first_end if batch == 0 else None
 
-    def write_end(self, batch: int, end: Offsets) -> None:
+    def write_end(self, batch: int, end: WindowEnd) -> None:
         """Write down where the window of a batch ends, before it is executed. Raises OSError."""
         write_text(self._file(batch), json.dumps(end))
         self._file(batch - WINDOWS_KEPT).unlink(missing_ok=True)
@@ -118,8 +114,8 @@ class CheckpointFolder:
     def _file(self, batch: int) -> Path:
         return self._windows / f"{batch}.json"
 
-    def _end(self, batch: int) -> Offsets:
-        end: Offsets = json.loads(self._file(batch).read_text(encoding="utf-8"))
+    def _end(self, batch: int) -> WindowEnd:
+        end: WindowEnd = json.loads(self._file(batch).read_text(encoding="utf-8"))
         return end
 
 

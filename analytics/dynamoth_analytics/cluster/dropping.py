@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from dynamoth.data.progress import QueryStatus, give_up
+from dynamoth.data.progress import QueryStatus, WindowEnd, give_up
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.results import dropped_payload
@@ -38,7 +36,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     interests = _interests(context, name)
     status = context.status(name) or QueryStatus()
     now_ms = int(time.time() * 1000)
-    end: Mapping[str, Any] = progress.window.end if progress else {"tick_ms": 0, "offsets": {}}
+    end: WindowEnd = progress.window.end if progress else {"tick_ms": 0, "offsets": {}}
     last = replace(give_up(progress, None, end, now_ms), is_dropped=True)
     query = StandingQuery(name, "", "", 0, version=status.version, retained_min=RETAINED_MAX)
     payload = dropped_payload(name, status.version, last.execution, now_ms)

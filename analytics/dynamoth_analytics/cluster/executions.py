@@ -41,6 +41,7 @@ from dynamoth.data.progress import (
     Progress,
     QueryStatus,
     Window,
+    WindowEnd,
     begin_key,
     executions_key,
     executions_server,
@@ -143,7 +144,7 @@ class ClusterContext:
         """Return the stored progress of a query. Raises LogServerFailed."""
         return parse_progress(self._get(query, executions_key(query)))
 
-    def begin(self, query: str) -> Mapping[str, Any] | None:
+    def begin(self, query: str) -> WindowEnd | None:
         """Return behind which offsets a query begins that was dropped, None: not known. Raises LogServerFailed."""
         return parse_begin(self._get(query, begin_key(query)))
 
@@ -214,7 +215,7 @@ class QueryRunner:
         self._executing = threading.Lock()
         self._stopping = threading.Event()
         #: The beginning of the window that comes next, or is executed; None: Spark has not asked for one.
-        self._window_start: Mapping[str, Any] | None = None
+        self._window_start: WindowEnd | None = None
         self._stall = Stall(query.period_s)
 
     @property
@@ -226,11 +227,6 @@ class QueryRunner:
     def is_stalled(self) -> bool:
         """Whether there is something to execute, and no execution ends."""
         return self.status.state == "stalled"
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether its stream runs."""
-        return self._stream is not None and bool(self._stream.isActive)
 
     def watch(self, now: float) -> None:
         """Find out whether the query is stalled, and show it. It does not ask Spark, which may hang.
@@ -311,7 +307,7 @@ class QueryRunner:
         self._retry_at, self._retry_s, self._ended_ms = 0.0, RETRY_S, 0
         self._set_state("running")
 
-    def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None, end: Mapping[str, Any]) -> Progress:
+    def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None, end: WindowEnd) -> Progress:
         """Go on behind ``end``; what is given up is written down as an execution without results. Returns that."""
         skipped, context = give_up(progress, checkpoint, end, _now_ms()), self._context
         values = {
@@ -508,14 +504,15 @@ class QueryRunner:
         rows: DataFrame = reader.option("end", json.dumps(dict(window.end))).load()
         return rows
 
-    def _view(self, spark: SparkSession, name: str, end: Mapping[str, Any]) -> DataFrame:
+    def _view(self, spark: SparkSession, name: str, end: WindowEnd) -> DataFrame:
         """Return a dataset besides the one that the query is on, as of the end of a window."""
         dataset = self.datasets[name]
         if dataset.kind == "keyed":
             return self._context.snapshots.at(spark, dataset, end["offsets"])
         reader: Any = spark.read.format("dynamoth").options(**self._context.source_options()).option("dataset", name)
-        if name in end.get("static", {}):
-            reader = reader.option("loaded", str(end["static"][name]))
+        loaded = end.get("static", {}).get(name)
+        if loaded is not None:
+            reader = reader.option("loaded", str(loaded))
         rows: DataFrame = reader.load()
         return rows
 

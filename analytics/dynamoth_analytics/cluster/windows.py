@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
+from dynamoth.data.progress import WindowEnd
 from dynamoth.data.records import PartitionState
 from dynamoth_analytics.cluster.reading import RecordsLost
 from dynamoth_analytics.cluster.servers import LogServers
@@ -62,7 +62,7 @@ class Windows:
         self._own = f"{on.stream}/"
         self._own_counts = {on.stream: on.partitions}
 
-    def next_end(self, start: Mapping[str, Any]) -> dict[str, Any] | None:
+    def next_end(self, start: WindowEnd) -> WindowEnd | None:
         """Return the end of the window behind ``start``; None: no tick has passed, or there are no new records.
 
         Raises RecordsLost and LogServerFailed.
@@ -70,7 +70,7 @@ class Windows:
         tick_ms = self.ticks.latest(int(time.time() * 1000))
         if tick_ms <= start["tick_ms"]:
             return None
-        before: Mapping[str, int] = start["offsets"]
+        before = start["offsets"]
         ends = ends_of(self._servers.states(self._counts), before)
         if not any(name.startswith(self._own) and end > before.get(name, 0) for name, end in ends.items()):
             return None
@@ -78,14 +78,14 @@ class Windows:
         loaded = {name: catalog.datasets[name].loaded for name in self._static if name in catalog.datasets}
         return {"tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": ends, "static": loaded}
 
-    def has_waiting(self, start: Mapping[str, Any]) -> bool:
+    def has_waiting(self, start: WindowEnd) -> bool:
         """Tell whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""
         if self.ticks.latest(int(time.time() * 1000)) <= start["tick_ms"]:
             return False
-        before: Mapping[str, int] = start["offsets"]
+        before = start["offsets"]
         return any(tip > before.get(name, 0) for name, tip in self._servers.tips(self._own_counts).items())
 
-    def now(self) -> dict[str, Any]:
+    def now(self) -> WindowEnd:
         """Return a beginning behind all records that there are. Raises LogServerFailed."""
         return {"tick_ms": 0, "offsets": self._servers.tips(self._counts)}
 

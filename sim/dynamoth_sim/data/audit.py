@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from dynamoth.data.progress import Window
+from dynamoth.data.progress import Window, WindowEnd
 from dynamoth.edge.interests import Interest
 from dynamoth_sim.audit import Totals, Violation
 
@@ -286,7 +286,7 @@ class DataAudit:
 
     # The data cluster.
 
-    def sealed(self, query: str, end: Mapping[str, Any], now: float) -> None:
+    def sealed(self, query: str, end: WindowEnd, now: float) -> None:
         """Note that the end of a window has just been read."""
         self._sealed[query, json.dumps(end, sort_keys=True)] = now
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from dynamoth.data.progress import Checkpoint, Window
-
-Offsets = Mapping[str, Any]
+from dynamoth.data.progress import Checkpoint, Window, WindowEnd
 
 
 @dataclass(slots=True)
@@ -17,12 +13,12 @@ class Folder:
 
     #: The execution before its first one, and the offsets before that; None: there is no checkpoint.
     base: int | None = None
-    start: Offsets = field(default_factory=dict[str, Any])
-    first_end: Offsets | None = None
-    ends: dict[int, Offsets] = field(default_factory=dict[int, Offsets])
+    start: WindowEnd = field(default_factory=lambda: WindowEnd(tick_ms=0, offsets={}))
+    first_end: WindowEnd | None = None
+    ends: dict[int, WindowEnd] = field(default_factory=dict[int, WindowEnd])
     committed: int = 0
 
-    def begin(self, base: int, start: Offsets, first_end: Offsets | None) -> None:
+    def begin(self, base: int, start: WindowEnd, first_end: WindowEnd | None) -> None:
         """Begin a checkpoint in place of the one that there is."""
         self.base, self.start, self.first_end, self.ends, self.committed = base, start, first_end, {}, base
 
@@ -38,7 +34,7 @@ class Folder:
         assert self.base is not None, "it has begun"
         return max(self.ends, default=self.base)
 
-    def end(self, execution: int) -> Offsets:
+    def end(self, execution: int) -> WindowEnd:
         """Return the end of a window; the base ends where the first one starts."""
         return self.start if execution == self.base else self.ends[execution]
 

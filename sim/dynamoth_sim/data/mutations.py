@@ -13,7 +13,15 @@ import dynamoth.data.records
 import dynamoth.data.registrations
 import dynamoth.data.terms
 import dynamoth_broker.records
-from dynamoth.data.progress import Checkpoint, Continuation, Progress, Window, continuation, store_progress_command
+from dynamoth.data.progress import (
+    Checkpoint,
+    Continuation,
+    Progress,
+    Window,
+    WindowEnd,
+    continuation,
+    store_progress_command,
+)
 from dynamoth.data.records import append_records_command
 from dynamoth.data.terms import claim_command
 from dynamoth.edge.log import append_many_command
@@ -149,7 +157,7 @@ def interests_of_the_tick() -> AbstractContextManager[None]:
 
     def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
         ends = yield from self._ends(before)
-        end: dict[str, Any] = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": ends, "static": {}}
+        end: WindowEnd = {"tick_ms": tick_ms, "sealed_ms": tick_ms, "offsets": ends, "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -162,7 +170,7 @@ def sealed_before_it_ends() -> AbstractContextManager[None]:
     def seal(self: ModelQuery, tick_ms: int, before: Any) -> Asking:
         sealed_ms = yield from self._now_ms()
         ends = yield from self._ends(before)
-        end: dict[str, Any] = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": ends, "static": {}}
+        end: WindowEnd = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": ends, "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 

@@ -17,6 +17,7 @@ from dynamoth.data.progress import (
     Checkpoint,
     Progress,
     Window,
+    WindowEnd,
     executions_key,
     executions_server,
     give_up,
@@ -41,7 +42,7 @@ from dynamoth.data.results import result_payload
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
 from dynamoth.edge.publications import LoggedPublication, pack_publication
-from dynamoth_sim.data.folder import Folder, Offsets
+from dynamoth_sim.data.folder import Folder
 from dynamoth_sim.data.interest_table import ModelTable
 from dynamoth_sim.data.tasks import Ask, ProcessEnds, PublishResults, ServerFailed, Sleep, Task, TaskMachine, ask
 
@@ -64,7 +65,7 @@ Asking = Generator[Ask | Sleep | PublishResults, Any, Any]
 class Witness(Protocol):
     """Who sees what the model does: the audit."""
 
-    def sealed(self, query: str, end: Offsets, now: float) -> None:
+    def sealed(self, query: str, end: WindowEnd, now: float) -> None:
         """Note that the end of a window has just been read."""
         ...
 
@@ -119,7 +120,7 @@ class ModelQuery:
         self._folder = folder
         self._table = ModelTable(place.servers, query)
         self._progress: Progress | None = None
-        self._first_end: Offsets | None = None
+        self._first_end: WindowEnd | None = None
         #: Whether an operator has ordered to go on behind all records that there are.
         self._is_to_restart = False
 
@@ -164,13 +165,13 @@ class ModelQuery:
         begin = resumption(self._progress, checkpoint, reads_the_same=True)
         if begin is not None:
             tips = yield from self._tips()
-            now = {"tick_ms": 0, "offsets": tips}
+            now: WindowEnd = {"tick_ms": 0, "offsets": tips}
             start = with_new_datasets(begin.start or now, tips)
             end = None if begin.first_end is None else with_new_datasets(begin.first_end, tips)
             self._folder.begin(begin.base, start, end)
         self._first_end = self._folder.first_end
 
-    def _next_end(self, start: Offsets) -> Asking:
+    def _next_end(self, start: WindowEnd) -> Asking:
         """Wait for new records behind a tick, and return the end of the next window."""
         if self._first_end is not None:
             first_end, self._first_end = self._first_end, None
@@ -179,7 +180,7 @@ class ModelQuery:
         while True:
             tick_ms = int(self._place.machine.now * 1000) // self._period_ms * self._period_ms
             if tick_ms > start["tick_ms"]:
-                before: Mapping[str, int] = start["offsets"]
+                before = start["offsets"]
                 end = yield from self._seal(tick_ms, before)
                 if any(last > before.get(name, 0) for name, last in end["offsets"].items()):
                     return end
@@ -189,7 +190,7 @@ class ModelQuery:
         """Read where partitions end, and then the clocks."""
         ends = yield from self._ends(before)
         sealed_ms = yield from self._now_ms()
-        end: dict[str, Any] = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": ends, "static": {}}
+        end: WindowEnd = {"tick_ms": tick_ms, "sealed_ms": sealed_ms, "offsets": ends, "static": {}}
         self._place.witness.sealed(self._query.name, end, self._place.machine.now)
         return end
 
@@ -238,7 +239,7 @@ class ModelQuery:
 
     def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None) -> Asking:
         """Go on behind all records that there are."""
-        end: dict[str, Any] = {"tick_ms": 0, "offsets": (yield from self._tips())}
+        end: WindowEnd = {"tick_ms": 0, "offsets": (yield from self._tips())}
         skipped = give_up(progress, checkpoint, end, int(self._place.machine.now * 1000))
         self._place.witness.skips(self._query.name, skipped.execution, skipped.window)
         yield from self._store_progress(skipped)
@@ -293,7 +294,7 @@ class ModelQuery:
             records += page
         return records
 
-    def _payloads(self, records: Sequence[Record], execution: int, end: Offsets) -> list[tuple[str, bytes]]:
+    def _payloads(self, records: Sequence[Record], execution: int, end: WindowEnd) -> list[tuple[str, bytes]]:
         """Return the result sets that are not empty, by interest: what a job of Spark computes."""
         rows = [json.loads(record.value) for record in records]
         payloads: list[tuple[str, bytes]] = []
