@@ -191,11 +191,9 @@ FIGURES: Mapping[str, PrototypeFigure] = {
                 "a shuffle begins, in every seed",
                 "yes",
                 bounded("NR/LDM+GSH", lambda run: run.shuffles, least=1, is_every=True),
-                "where the cov of NR is close to gamma, the coordinator may decide for relief",
             ),
             Claim("later migrations (from minute 12 on), LDM+GSH against LDM", "fewer", _later("NR/LDM", "NR/LDM+GSH")),
-            Claim("later migrations, SDM+GSH against SDM", "fewer", _later("NR/SDM", "NR/SDM+GSH"),
-                "our relief moves hardly anybody later, so there is little to save"),
+            Claim("later migrations, SDM+GSH against SDM", "fewer", _later("NR/SDM", "NR/SDM+GSH")),
             Claim(
                 "moves of the shuffles themselves",
                 "not counted",

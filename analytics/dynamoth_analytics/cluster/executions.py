@@ -472,14 +472,9 @@ class QueryRunner:
             spark.conf.set(name, setting if tables is not None else str(context.spark.conf.get(name)))
         if tables is None:
             views = {name: self._view(spark, name, end) for name in query.reads}
-            records = context.small_windows.records(query, self.datasets[query.on], window)
-            if records is None:
-                views[query.on] = self._records(spark, window)
-            else:  # each task joins its own interests with all of them, and no row moves to another task
+            views[query.on], are_all = self._records(spark, window)
+            if are_all:  # each task joins its own interests with all of them, and no row moves to another task
                 interests = interests.repartition(int(str(spark.conf.get(PARTITIONS))), INTEREST)
-                views[query.on] = self._table_view(spark, query.on, records)
-                if not query.reads:  # of several joins, Spark does not change the order where there is a hint
-                    views[query.on] = broadcast(views[query.on])
             results = self._compiled.run(spark, views, interests, end["tick_ms"])
         else:
             views = {name: self._table_view(spark, name, table).coalesce(1) for name, table in tables.items()}
@@ -497,12 +492,17 @@ class QueryRunner:
         rows: DataFrame = spark.read.schema(schema).parquet(*map(str, table.files))
         return rows
 
-    def _records(self, spark: SparkSession, window: Window) -> DataFrame:
-        """Return the new records of a window, read by Spark."""
+    def _records(self, spark: SparkSession, window: Window) -> tuple[DataFrame, bool]:
+        """Return the new records of a window, and whether each task gets all of them, as they are few."""
+        query = self.query
+        table = self._context.small_windows.records(query, self.datasets[query.on], window)
+        if table is not None:
+            rows = self._table_view(spark, query.on, table)
+            # With a hint, Spark executes several joins in the order in which they are written.
+            return rows if query.reads else broadcast(rows), True
         reader: Any = spark.read.format("dynamoth").options(**self._context.source_options())
-        reader = reader.option("dataset", self.query.on).option("start", json.dumps(dict(window.start)))
-        rows: DataFrame = reader.option("end", json.dumps(dict(window.end))).load()
-        return rows
+        reader = reader.option("dataset", query.on).option("start", json.dumps(dict(window.start)))
+        return reader.option("end", json.dumps(dict(window.end))).load(), False
 
     def _view(self, spark: SparkSession, name: str, end: WindowEnd) -> DataFrame:
         """Return a dataset besides the one that the query is on, as of the end of a window."""
