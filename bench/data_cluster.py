@@ -34,6 +34,7 @@ VALUE_MAX = 0.1
 """Records have values from 0 to 1, and interests ask for those above one of up to this: most records of their kind."""
 
 WARM_UPS = 3
+"""Executions that do not count."""
 
 WAITING_MAX = 10_000_000
 TEXT = "x" * 300

@@ -83,6 +83,7 @@ CLOCK_S = 1.0
 """A query that waits for a tick reads the clock this often."""
 
 PARTITIONS = "spark.sql.shuffle.partitions"
+"""Of Spark: in this many parts, interests are joined."""
 
 _log = logging.getLogger("dynamoth.data-cluster")
 
