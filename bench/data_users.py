@@ -29,7 +29,7 @@ import jwt
 from bench.data_cluster import QUERIES, REPORTS, execution_of, interests_of, records_of
 from bench.data_servers import DataCluster, DataServers
 from bench.edge_broker import SECRET, write_keys
-from bench.edge_processes import allow_files, wait_for
+from bench.edge_processes import allow_files, wait_for, wait_until_started
 from bench.workers import Worker
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import environment_without_settings
@@ -39,7 +39,6 @@ from dynamoth_user import Client, Gap, Item
 
 QUERY = QUERIES["of_kind"]
 CONNECTS_AT_ONCE = 20
-STARTED = '"the broker has started"'
 
 
 class _Users:
@@ -165,7 +164,7 @@ def _start_broker(stack: ExitStack, folder: Path, config_file: Path, servers: Da
     broker = Child("broker", command, environment=environment_without_settings())
     stack.callback(broker.kill)
     broker.start()
-    wait_for(lambda: any(STARTED in line for line in broker.lines))
+    wait_until_started(broker)
     return f"ws://127.0.0.1:{port}/connect"
 
 

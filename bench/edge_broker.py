@@ -25,7 +25,14 @@ from typing import Any, cast
 import jwt
 from websockets.frames import Frame, Opcode
 
-from bench.edge_processes import HANDSHAKES_AT_ONCE, REQUEST, USERS_PER_ADDRESS, allow_files, wait_for
+from bench.edge_processes import (
+    HANDSHAKES_AT_ONCE,
+    REQUEST,
+    USERS_PER_ADDRESS,
+    allow_files,
+    wait_for,
+    wait_until_started,
+)
 from bench.workers import Worker
 from dynamoth_cli.local.child import Child, dynamoth_command
 from dynamoth_cli.local.cluster import LocalCluster
@@ -166,7 +173,7 @@ def broker(cluster: LocalCluster, log: EmbeddedRedis, folder: Path) -> Generator
         )
         child.start()
     try:
-        wait_for(lambda: any('"the broker has started"' in line for line in child.lines))
+        wait_until_started(child)
         yield child, port
     finally:
         child.stop()

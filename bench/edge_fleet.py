@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bench.edge_broker import resident_bytes, write_keys
-from bench.edge_processes import wait_for
+from bench.edge_processes import wait_until_started
 from dynamoth_cli.local.child import Child
 from dynamoth_cli.local.cluster import LocalCluster
 from dynamoth_cli.local.embedded import EmbeddedRedis, reserve_port
@@ -27,7 +27,6 @@ DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 """Options of a log server that loses nothing when it is killed."""
 
 HISTORY = "log.*"
-STARTED = '"the broker has started"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class EdgeFleet:
         """Start a broker, and wait until it serves users."""
         child = self.brokers[id_]
         child.start()
-        wait_for(lambda: _has_started(child))
+        wait_until_started(child)
 
     def _broker(self, id_: str) -> Child:
         logs = " ".join(f"{log}=redis://127.0.0.1:{server.port}" for log, server in self.logs.items())
@@ -199,9 +198,3 @@ def _free_port() -> int:
     with reserve_port() as reserved:
         port: int = reserved.getsockname()[1]
         return port
-
-
-def _has_started(child: Child) -> bool:
-    if child.ended_by_itself:
-        raise child.failure()
-    return any(STARTED in line for line in child.lines)

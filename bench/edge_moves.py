@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.edge_broker import make_token, write_keys
-from bench.edge_processes import REQUEST, USERS_PER_ADDRESS, allow_files, wait_for
+from bench.edge_processes import REQUEST, USERS_PER_ADDRESS, allow_files, wait_until_started
 from bench.workers import Worker
 from dynamoth.edge.frames import read_broker_frame, to_wire
 from dynamoth.edge.interests import channel_interest
@@ -268,7 +268,7 @@ class _Bench:
             )
             child.start()
             stack.callback(child.stop)
-            wait_for(lambda child=child: any('"the broker has started"' in line for line in child.lines))  # type: ignore[misc]
+            wait_until_started(child)
         self._made_token = make_token()
         self._worker = Worker(use, (self._urls["b1"], self._urls["b2"]), users, self._made_token)
         stack.callback(self._worker.stop)

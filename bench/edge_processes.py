@@ -30,6 +30,7 @@ from dynamoth_broker.process.frames import Frame
 from dynamoth_broker.process.handshake import JSON
 from dynamoth_broker.process.transport import TransportOptions, UserConnection, broadcast, prepare
 from dynamoth_broker.process.websocket import WebSocketServer
+from dynamoth_cli.local.child import Child
 from dynamoth_daemon import event_loop
 from dynamoth_demo.latency import LatencyCounts
 
@@ -366,6 +367,11 @@ def certificate(folder: Path) -> Generator[Path]:
     subprocess.run(command, check=True, capture_output=True)
     path.write_bytes(path.read_bytes() + (folder / "server.crt").read_bytes())
     yield path
+
+
+def wait_until_started(broker: Child) -> None:
+    """Wait until a broker serves users. Raises ChildEnded, TimeoutError."""
+    broker.wait_for_line('"the broker has started"', timeout_s=60.0)
 
 
 def wait_for(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:

@@ -30,7 +30,7 @@ from bench.bad.people import PeopleOptions, live_here
 from bench.bad.runs import Run
 from bench.bad.town import degrees
 from bench.edge_broker import SECRET, write_keys
-from bench.edge_processes import wait_for
+from bench.edge_processes import wait_for, wait_until_started
 from bench.workers import Worker
 from dynamoth_broker.coordinator.model import LoadModel
 from dynamoth_broker.coordinator.placement import Newcomer, Placement, RandomPlacement, RoundRobinPlacement
@@ -69,8 +69,6 @@ LEAD_S = 2.0
 
 LATE_S = 5.0
 """A report or an answer that is late by up to this counts, in real time."""
-
-STARTED = '"the broker has started"'
 
 DM = ("none", "LDM", "SDM")
 SCHEMES: Mapping[str, tuple[str, ...]] = {
@@ -113,7 +111,7 @@ class Prototype:
             stack.callback(child.kill)
             child.start()
         for child in children:
-            wait_for(lambda child=child: any(STARTED in line for line in child.lines))  # type: ignore[misc]
+            wait_until_started(child)
 
     def _log_urls(self) -> dict[str, str]:
         return {id_: f"redis://127.0.0.1:{server.port}" for id_, server in self._logs.items()}

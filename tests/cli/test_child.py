@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamoth_cli.local.child import LINES_KEPT_MAX, Child, interrupted_by_signals
+from dynamoth_cli.local.child import LINES_KEPT_MAX, Child, ChildEnded, interrupted_by_signals
 
 WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
 IGNORES_SIGTERM = (
@@ -67,6 +67,19 @@ def test_its_end_is_reported_with_its_last_lines(children: list[Child]) -> None:
     text = str(child.failure())
     assert text.startswith(f"agent s1 (process {child.pid}) ended with status 3; its last output:")
     assert text.endswith("\n  no such\n  thing")
+
+
+def test_a_line_of_its_log_is_waited_for(children: list[Child]) -> None:
+    child = python("import sys; sys.stderr.write('it has started\\n'); sys.stderr.flush(); sys.stdin.read()", children)
+    child.wait_for_line("has started", 30)
+    with pytest.raises(TimeoutError, match=r"child has not logged 'goes on' within 0 s(?s:.*)\n  it has started"):
+        child.wait_for_line("goes on", 0)
+
+
+def test_its_end_ends_the_wait_for_a_line(children: list[Child]) -> None:
+    child = python("import sys; sys.exit('no such thing')", children)
+    with pytest.raises(ChildEnded, match=r"ended with status 1; its last output:\n  no such thing"):
+        child.wait_for_line("has started", 30)
 
 
 def test_its_death_by_a_signal_is_named(children: list[Child]) -> None:

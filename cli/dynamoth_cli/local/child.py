@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,9 @@ from dynamoth.errors import DynamothError
 
 STOP_TIMEOUT_S = 10.0
 """After this long a child that was asked to end is killed."""
+
+POLL_S = 0.02
+"""How often its log is looked at for a line."""
 
 LINES_KEPT_MAX = 200
 LINE_CHARACTERS_MAX = 4000
@@ -174,11 +178,25 @@ class Child:
             return False
         return True
 
+    def wait_for_line(self, text: str, timeout_s: float) -> None:
+        """Wait until a line of its log has ``text``. Raises ChildEnded, TimeoutError; both quote its last lines."""
+        deadline = time.monotonic() + timeout_s
+        while not any(text in line for line in self.lines):
+            if self.ended_by_itself:
+                raise self.failure()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.name} has not logged {text!r} within {timeout_s:g} s; its last output:{self._tail()}"
+                )
+            time.sleep(POLL_S)
+
     def failure(self) -> ChildEnded:
         """Return an error that says how it ended, with its last lines."""
         self._release()
-        tail = "".join(f"\n  {line}" for line in self.lines[-TAIL_LINES:]) or " nothing"
-        return ChildEnded(f"{self._how_it_ended()}; its last output:{tail}")
+        return ChildEnded(f"{self._how_it_ended()}; its last output:{self._tail()}")
+
+    def _tail(self) -> str:
+        return "".join(f"\n  {line}" for line in self.lines[-TAIL_LINES:]) or " nothing"
 
     def _how_it_ended(self) -> str:
         assert self._process is not None, f"{self.name} was never started"

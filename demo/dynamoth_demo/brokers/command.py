@@ -188,13 +188,10 @@ class _Demo:
     def _start_broker(self, id_: str) -> None:
         child = self._brokers[id_]
         child.start()
-        end = time.monotonic() + READY_TIMEOUT_S
-        while not any('"the broker has started"' in line for line in child.lines):
-            if child.ended_by_itself:
-                raise child.failure()
-            if time.monotonic() > end:
-                raise DemoFailed(f"broker {id_} has not started within {READY_TIMEOUT_S:g} s")
-            time.sleep(0.02)
+        try:
+            child.wait_for_line('"the broker has started"', READY_TIMEOUT_S)
+        except TimeoutError as error:
+            raise DemoFailed(str(error)) from error
 
     def _start_users(self) -> None:
         claims = {"sub": "demo", "exp": time.time() + 3600, "channels": ["*"], "publish": ["*"]}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +30,6 @@ READY_TIMEOUT_S = 300.0
 
 COMMAND_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 60.0
-POLL_S = 0.05
 STARTED = "has started"
 
 SETTINGS = {
@@ -198,13 +196,10 @@ class Servers:
 
 def wait_started(child: Child, timeout_s: float = READY_TIMEOUT_S) -> None:
     """Wait until a daemon says that it has started. Raises ChildEnded, DemoFailed."""
-    end = time.monotonic() + timeout_s
-    while not any(STARTED in line for line in child.lines):
-        if child.ended_by_itself:
-            raise child.failure()
-        if time.monotonic() > end:
-            raise TooSlow(f"{child.name} has not started within {timeout_s:g} s")
-        time.sleep(POLL_S)
+    try:
+        child.wait_for_line(STARTED, timeout_s)
+    except TimeoutError as error:
+        raise TooSlow(str(error)) from error
 
 
 def application_environment(examples: Path) -> dict[str, str]:
