@@ -157,7 +157,7 @@ class Records:
             outcomes = [Outcome("dataset_full" if is_full(text) else "log_unavailable", reason)] * len(waiting)
         elif reply is not None:
             try:
-                offsets = parse_appended_records(reply)
+                offsets = parse_appended_records(reply, len(waiting))
                 outcomes = [Outcome("stored" if offset else "duplicate") for offset in offsets]
             except MalformedMessage:
                 self._counters["malformed"] += 1

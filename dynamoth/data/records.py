@@ -150,9 +150,15 @@ def append_records_command(
 
 
 @parser("the reply of a dataset's server")
-def parse_appended_records(reply: Any) -> list[int]:
-    """Read the reply of ``append_records_command``: the offset of each record, 0 for one that was stored before."""
-    return [int(offset) for offset in read_array(reply)]
+def parse_appended_records(reply: Any, count: int) -> list[int]:
+    """Read the reply of ``append_records_command``: the offset of each record, 0 for one that was stored before.
+
+    ``count`` is how many records the command had. Raises MalformedMessage, also where the reply has another number.
+    """
+    offsets = [int(offset) for offset in read_array(reply)]
+    if len(offsets) != count:
+        raise MalformedMessage(f"the offsets of {count} records expected, not {len(offsets)}")
+    return offsets
 
 
 def is_full(error: str) -> bool:

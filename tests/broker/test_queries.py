@@ -298,6 +298,8 @@ def publishing() -> Broker:
         (ErrorReply("ERR FULL: 9 records wait"), "dataset_full", "later"),
         (ErrorReply("OOM command not allowed"), "log_unavailable", "later"),
         (b"?", "unknown_outcome", "later"),
+        ([], "unknown_outcome", "later"),
+        ([9, 10], "unknown_outcome", "later"),
     ],
 )
 def test_what_the_log_server_says_of_a_record(reply: Any, code: str | None, retry: str | None) -> None:
