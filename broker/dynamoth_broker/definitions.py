@@ -27,7 +27,7 @@ from dynamoth_broker.events import BrokerAction
 from dynamoth_broker.logs import Logs
 
 BELIEVED_S = 5.0
-"""So long after a definition has changed, a broker may still go by the former one."""
+"""A broker may still go by a former definition for this time after a change."""
 
 UNKNOWN_MAX = 1000
 """Names without a definition that are remembered: users who ask for them again cost no command."""

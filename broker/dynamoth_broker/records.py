@@ -38,7 +38,7 @@ Code = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has become of a record, and why."""
+    """What became of a record; for one that is not stored, why."""
 
     code: Code
     reason: str = ""
@@ -66,7 +66,7 @@ class _Waiting:
 
 
 class Records:
-    """The records of one broker's users. ``unix_offset`` is Unix time less the machine's time."""
+    """Stores the records of one broker's users. ``unix_offset`` is Unix time less the machine's time, in seconds."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Records:
         self._to_store: dict[tuple[Dataset, int], list[_Waiting]] = {}
 
     def publish(self, session: Session, request: PublishRequest, now: float) -> list[BrokerAction]:
-        """Store a record that a user publishes on ``d:NAME``; the user is answered then."""
+        """Store a record that a user publishes on ``d:NAME``; the user gets the answer when the outcome is known."""
         name = request.channel.name.removeprefix(DATASET_PREFIX)
         connection, ref = session.connection, request.ref
 
@@ -102,7 +102,11 @@ class Records:
         return self.store(name, request.payload, session.grant.user, answer, now)
 
     def store(self, name: str, record: bytes, subject: str, on_outcome: OnOutcome, now: float) -> list[BrokerAction]:
-        """Store a record of a user whose token has this subject."""
+        """Store a record of a user whose token has this subject.
+
+        ``on_outcome`` gets what became of it: at once where it is refused, else when its log server has answered or is
+        lost. The record is sent with the next ``flush``.
+        """
         found = partial(self._found, record, subject, on_outcome)
         return self.definitions.dataset(name, found, now)
 
@@ -134,7 +138,7 @@ class Records:
         return []
 
     def flush(self, now: float) -> list[BrokerAction]:
-        """Send what an event has gathered."""
+        """Send the records of an event, those of each partition in commands of ``RECORDS_PER_COMMAND_MAX`` at most."""
         actions: list[BrokerAction] = []
         while self._to_store:
             (dataset, partition), waiting = self._to_store.popitem()
