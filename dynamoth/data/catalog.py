@@ -1,8 +1,8 @@
 """The catalog: definitions of datasets and queries, stored at every log server.
 
-Each definition has a version. A server keeps the highest one that it has seen, and whoever reads several servers takes
-the highest of all: so a server that was away when a definition changed does harm to nobody, and the data cluster writes
-to it again. What is dropped stays as a version without a definition.
+Each definition has a version. A server keeps the highest one that it has seen, and a reader of several servers takes
+the highest of all. So a server that was away when a definition changed does no harm, and the data cluster brings it up
+to date. What is dropped stays as a version without a definition.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass
 class Catalog:
-    """Definitions that are known."""
+    """The definitions at the log servers, merged: see ``catalog_of``."""
 
     datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
     queries: dict[str, StandingQuery] = field(default_factory=dict[str, StandingQuery])

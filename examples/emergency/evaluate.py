@@ -94,7 +94,7 @@ def view_of(history: History, window: Window) -> View:
 
 
 def is_near(a: Row, lat: float, lon: float, metres: float) -> bool:
-    """Tell whether a place is within a distance on the sphere (haversine)."""
+    """Return whether a place is within a distance on the sphere (haversine)."""
     if abs(a["lat"] - lat) * METRES_PER_DEGREE > metres + 1:
         return False
     lat_a, lat_b = math.radians(a["lat"]), math.radians(lat)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.progress import Window, WindowEnd, begin_again_command, executions_server, restart_key
+from dynamoth.data.progress import Window, WindowEnd, begin_again_command, query_server, restart_key
 from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import executions, outdated, values
 from dynamoth_analytics.cluster.dropping import end_dropped
@@ -298,7 +298,7 @@ def test_a_query_that_comes_back_misses_no_record_behind_its_registration(
     if not ended_late:
         end_dropped(context, "of_type")
     tips = world.servers.tips({"reports": dataset.partitions})
-    server = executions_server("of_type", world.servers.ids)
+    server = query_server("of_type", world.servers.ids)
     world.servers.run(server, begin_again_command("of_type", {"tick_ms": 0, "offsets": tips}))
     world.append(dataset, *reports("fire", "seen"))
     if ended_late:
@@ -339,7 +339,7 @@ def test_an_operator_can_have_a_query_go_on_behind_everything(driver: SparkSessi
         until(lambda: runner.status.execution, runner)
         runner.stop()
         world.append(dataset, *reports("fire", "skipped"))
-        server = executions_server("of_type", world.servers.ids)
+        server = query_server("of_type", world.servers.ids)
         world.servers.run(server, (b"SET", restart_key("of_type"), b"1"))
         runner.restart()
         assert world.servers.run(server, (b"EXISTS", restart_key("of_type"))) == 0

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry
-from dynamoth.data.progress import executions_key, executions_server, restart_key
+from dynamoth.data.progress import progress_key, query_server, restart_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError
@@ -121,7 +121,7 @@ def test_an_order_to_restart_is_carried_out_once(driver: SparkSession, world: Wo
     world.set_query()
     with data_cluster(driver, world) as cluster:
         cluster.look()
-        server = executions_server("of_type", world.servers.ids)
+        server = query_server("of_type", world.servers.ids)
         world.servers.run(server, (b"SET", restart_key("of_type"), b"1"))
         for _ in range(2):
             cluster.look()
@@ -244,18 +244,18 @@ def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSessi
 def test_an_order_that_cannot_be_carried_out_holds_up_no_other_one(driver: SparkSession, world: World) -> None:
     dataset, (name, other) = world.set_dataset(), two_queries(world)
     interest = world.register(other, {"type": "fire"})
-    server = executions_server(name, world.servers.ids)
+    server = query_server(name, world.servers.ids)
     with data_cluster(driver, world) as cluster:
         cluster.look()
         cluster.queries()[other].stop()
         world.servers.run(server, (b"SET", restart_key(name), b"1"))
-        progress = world.servers.run(server, (b"GETSET", executions_key(name), b"damaged"))
+        progress = world.servers.run(server, (b"GETSET", progress_key(name), b"damaged"))
         with pytest.raises(DynamothError, match="progress"):
             cluster.look()
         assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 1
         world.append(dataset, *reports("fire", "a"))
         until(lambda: world.ids(interest))
-        world.servers.run(server, (b"SET", executions_key(name), progress))
+        world.servers.run(server, (b"SET", progress_key(name), progress))
         cluster.look()
         assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 0
 

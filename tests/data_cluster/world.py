@@ -19,10 +19,10 @@ from dynamoth.data.progress import (
     Progress,
     QueryStatus,
     begin_progress_command,
-    executions_key,
-    executions_server,
     parse_progress,
     parse_status,
+    progress_key,
+    query_server,
     status_key,
 )
 from dynamoth.data.queries import StandingQuery, read_query
@@ -96,7 +96,7 @@ class World:
     def set_query(self, name: str = "of_type", **settings: Any) -> StandingQuery:
         query = read_query(name, {**OF_TYPE, **settings})
         begin = begin_progress_command(name, {"tick_ms": 0, "offsets": {}})
-        self.servers.run(executions_server(name, self.servers.ids), begin)
+        self.servers.run(query_server(name, self.servers.ids), begin)
         self.put(QUERIES_KEY, name, entry_of(query))
         return query
 
@@ -155,11 +155,11 @@ class World:
         return [row["id"] for rows in self.rows(interest) for row in rows]
 
     def progress(self, query: str) -> Progress | None:
-        server = executions_server(query, self.servers.ids)
-        return parse_progress(self.servers.run(server, (b"GET", executions_key(query))))
+        server = query_server(query, self.servers.ids)
+        return parse_progress(self.servers.run(server, (b"GET", progress_key(query))))
 
     def status(self, query: str) -> QueryStatus | None:
-        server = executions_server(query, self.servers.ids)
+        server = query_server(query, self.servers.ids)
         return parse_status(self.servers.run(server, (b"GET", status_key(query))))
 
     def executions(self, query: str) -> list[dict[str, Any]]:

@@ -281,5 +281,5 @@ def archived_datasets(catalog: Catalog) -> Iterator[Dataset]:
 
 
 def _is_unreachable(error: LogServerFailed) -> bool:
-    """Tell whether a server is down, and not only refuses a command: its other partitions would have to wait, too."""
+    """Return whether a server is down, and not only refuses a command: its other partitions would have to wait, too."""
     return isinstance(error.__cause__, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError)

@@ -169,12 +169,12 @@ _GROUPINGS = ("grouping_sets", "cube", "rollup", "totals", "all")
 
 
 def _is_windowed(call: exp.Expression) -> bool:
-    """Tell whether an aggregate is one over a window."""
+    """Return whether an aggregate is one over a window."""
     while isinstance(call.parent, exp.IgnoreNulls | exp.RespectNulls | exp.Filter | exp.WithinGroup):
         call = call.parent
     return isinstance(call.parent, exp.Window) and call.parent.this is call
 
 
 def _is_of_pattern(call: exp.Expression) -> bool:
-    """Tell whether it is the ANY of LIKE ANY, and no aggregate."""
+    """Return whether it is the ANY of LIKE ANY, and no aggregate."""
     return isinstance(call, exp.Any) and isinstance(call.parent, exp.Binary) and call.arg_key == "expression"

@@ -35,7 +35,7 @@ def noted_signals() -> Generator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Tell whether a signal was noted."""
+    """Return whether a signal was noted."""
     return bool(_noted)
 
 

@@ -43,12 +43,12 @@ from dynamoth.data.progress import (
     Window,
     WindowEnd,
     begin_key,
-    executions_key,
-    executions_server,
     give_up,
     parse_begin,
     parse_progress,
     parse_status,
+    progress_key,
+    query_server,
     restart_key,
     resumption,
     status_key,
@@ -143,7 +143,7 @@ class ClusterContext:
 
     def progress(self, query: str) -> Progress | None:
         """Return the stored progress of a query. Raises LogServerFailed."""
-        return parse_progress(self._get(query, executions_key(query)))
+        return parse_progress(self._get(query, progress_key(query)))
 
     def begin(self, query: str) -> WindowEnd | None:
         """Return behind which offsets a query begins that was dropped, None: not known. Raises LogServerFailed."""
@@ -168,7 +168,7 @@ class ClusterContext:
         return self._run(query, (b"GET", key))
 
     def _run(self, query: str, command: Any) -> Any:
-        return self.servers.run(executions_server(query, self.servers.ids), command)
+        return self.servers.run(query_server(query, self.servers.ids), command)
 
 
 class QueryRunner:
@@ -303,7 +303,7 @@ class QueryRunner:
             if each.kind == "keyed":
                 context.snapshots.pass_over_losses(context.spark, each, end["offsets"])
         self._give_up(context.progress(name), self._checkpoint.read(), end)
-        context.servers.run(executions_server(name, context.servers.ids), (b"DEL", restart_key(name)))
+        context.servers.run(query_server(name, context.servers.ids), (b"DEL", restart_key(name)))
         _log.warning("query %s: restarted by an operator: it goes on behind the records that there are", name)
         self._retry_at, self._retry_s, self._ended_ms = 0.0, RETRY_S, 0
         self._set_state("running")

@@ -85,7 +85,7 @@ def check_spark(spark: SparkSession) -> None:
 
 
 def is_fenced_by_another(error: BaseException) -> bool:
-    """Tell whether an error says that a newer data cluster has taken over."""
+    """Return whether an error says that a newer data cluster has taken over."""
     if isinstance(error, LogServerFailed):
         return is_fenced(str(error.__cause__))
     return isinstance(error, Fenced) or f"{Fenced.__module__}.{Fenced.__name__}: " in str(error)

@@ -129,7 +129,7 @@ class InterestTable:
                 return
 
     def _has_all_changes(self, id_: str, mirror: _Mirror) -> bool:
-        """Tell whether the stream of changes goes on where it was read last: not trimmed, and not lost."""
+        """Return whether the stream of changes goes on where it was read last: not trimmed, and not lost."""
         changes, position = registration_keys(self._query.name)[2], mirror.position or "0-0"
         one = (b"COUNT", b"1")
         first, last = self._servers.run_all(
@@ -183,7 +183,7 @@ class InterestTable:
         mirror.rows[interest_id] = (interest_id, registration.at_ms, *columns)
 
     def _can_write(self, schema: Any, row: tuple[Any, ...]) -> bool:
-        """Tell whether the file can have a row; one that it cannot is logged once, and harms no other interest."""
+        """Return whether the file can have a row; one that it cannot is logged once, and harms no other interest."""
         try:
             _arrays(schema, [row])
         except _UNFIT as error:
@@ -238,5 +238,5 @@ def expire_interests(servers: LogServers, query: str) -> int:
 
 
 def _is_at_most(one: str, other: str) -> bool:
-    """Tell whether an id of a stream is not behind another one."""
+    """Return whether an id of a stream is not behind another one."""
     return tuple(map(int, one.split("-"))) <= tuple(map(int, other.split("-")))

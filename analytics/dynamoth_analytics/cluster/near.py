@@ -175,7 +175,7 @@ class NearJoins:
 
 
 def is_inner(join: exp.Join) -> bool:
-    """Tell whether rows on the left are only taken together with those on the right."""
+    """Return whether rows on the left are only taken together with those on the right."""
     return not join.side and (join.kind or "").upper() in ("", "INNER", "CROSS")
 
 
@@ -210,7 +210,7 @@ def column_of(table: str, name: str) -> exp.Column:
 
 
 def is_near(call: exp.Anonymous) -> bool:
-    """Tell whether a call is one of ``NEAR``."""
+    """Return whether a call is one of ``NEAR``."""
     return call.name.lower() in NEAR
 
 

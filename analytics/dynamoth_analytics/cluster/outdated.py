@@ -60,7 +60,7 @@ def _is_said(last: bytes | None, payload: bytes) -> bool:
 
 
 def _is_latest(publisher: ResultPublisher) -> bool:
-    """Tell whether this is the latest version: else interests may fit that one, and brokers may know it already."""
+    """Return whether this is the latest version: else interests may fit that one, and brokers may know it already."""
     query = publisher.servers.catalog().queries.get(publisher.query)
     return query is not None and query.version == publisher.version
 

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, entry_of, put_command
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.progress import QueryStatus, executions_server, restart_key
+from dynamoth.data.progress import QueryStatus, query_server, restart_key
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.archive import Archiver
@@ -307,7 +307,7 @@ class ClusterRunner:
         """Return the queries that operators have ordered to begin again."""
         found: set[str] = set()
         for id_ in self._servers.ids:
-            names = [name for name in self._runners if executions_server(name, self._servers.ids) == id_]
+            names = [name for name in self._runners if query_server(name, self._servers.ids) == id_]
             if names:
                 replies = self._servers.run(id_, (b"MGET", *map(restart_key, names)))
                 found |= {name for name, reply in zip(names, replies, strict=True) if reply is not None}
@@ -332,7 +332,7 @@ def _check_readable(faults: Mapping[str, str]) -> None:
 
 
 def _is_same(one: _Definitions | None, other: _Definitions) -> bool:
-    """Tell whether definitions differ in nothing but the loads of static datasets."""
+    """Return whether definitions differ in nothing but the loads of static datasets."""
     return one is not None and (one[0], _comparable(one[1]), one[2]) == (other[0], _comparable(other[1]), other[2])
 
 

@@ -62,11 +62,11 @@ class SnapshotBase:
     age_s: float
 
     def is_of(self, offsets: Mapping[str, int]) -> bool:
-        """Tell whether it is the snapshot as of these offsets of all partitions."""
+        """Return whether it is the snapshot as of these offsets of all partitions."""
         return all(self.offsets.get(name, 0) == offset for name, offset in offsets.items())
 
     def is_at_most(self, offsets: Mapping[str, int]) -> bool:
-        """Tell whether a snapshot as of these offsets can begin with it."""
+        """Return whether a snapshot as of these offsets can begin with it."""
         return all(offset <= offsets.get(name, 0) for name, offset in self.offsets.items())
 
 
@@ -185,7 +185,7 @@ def _latest(rows: DataFrame, key: str) -> DataFrame:
 
 
 def _is_due(newest: SnapshotBase | None, states: Mapping[str, PartitionState]) -> bool:
-    """Tell whether enough records are behind a base to write the next one."""
+    """Return whether enough records are behind a base to write the next one."""
     start = newest.offsets if newest else dict[str, int]()
     behind = sum(state.count(start.get(name, 0), state.offset) for name, state in states.items())
     if newest is None or not behind:

@@ -79,7 +79,7 @@ class Windows:
         return {"tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": ends, "static": loaded}
 
     def has_waiting(self, start: WindowEnd) -> bool:
-        """Tell whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""
+        """Return whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""
         if self.ticks.latest(int(time.time() * 1000)) <= start["tick_ms"]:
             return False
         before = start["offsets"]
