@@ -15,7 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.progress import Checkpoint, WindowEnd
-from dynamoth_analytics.cluster import checkpoints, executions, journal
+from dynamoth_analytics.cluster import checkpoints, journal, query_runner
 from dynamoth_analytics.cluster.archive import ArchivingFailed
 from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
 from dynamoth_analytics.cluster.failures import DISK_IS_FULL, reason_of
@@ -51,8 +51,8 @@ PLACES: dict[str, tuple[Any, str, Callable[..., Path]]] = {
 def test_a_query_without_room_says_so_and_loses_nothing(
     driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    monkeypatch.setattr(executions, "RETRY_S", 0.1)
-    monkeypatch.setattr(executions, "RETRY_S_MAX", 0.5)
+    monkeypatch.setattr(query_runner, "RETRY_S", 0.1)
+    monkeypatch.setattr(query_runner, "RETRY_S_MAX", 0.5)
     dataset, names = world.set_dataset(), ("fails", "goes_on")
     context, interests = world.context(driver), [world.register(each, {"type": "fire"}) for each in names]
     runners = [world.runner(context, world.set_query(each), dataset) for each in names]

@@ -140,7 +140,7 @@ def test_results_are_those_of_a_large_window(
             if bound is not None:
                 patch.setattr(f"dynamoth_analytics.cluster.{bound}", 0)
             sealed = Window(start, {**end, "sealed_ms": world.servers.now_ms()})
-            runner._run(stream_session(driver), 1, sealed)  # pyright: ignore[reportPrivateUsage]
+            runner.executions.run(stream_session(driver), 1, sealed)
     found = {name: world.rows(interest) for name, interest in interests.items()}
     assert found["small"] == found["grids"] == found["interests"] == found["large"]
     assert len(found["small"][0]) >= rows

@@ -30,8 +30,9 @@ from dynamoth.data.records import append_records_command, finish_load_command, p
 from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import LOG_PREFIX, log_keys, log_server
-from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
+from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.publishing import close_publishers
+from dynamoth_analytics.cluster.query_runner import QueryRunner
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.snapshots import KeyedSnapshots

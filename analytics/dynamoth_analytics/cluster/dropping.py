@@ -15,7 +15,7 @@ from dynamoth.data.progress import QueryStatus, WindowEnd, give_up
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.results import dropped_payload
-from dynamoth_analytics.cluster.executions import ClusterContext
+from dynamoth_analytics.cluster.context import ClusterContext
 
 SCAN_COUNT = b"1000"
 

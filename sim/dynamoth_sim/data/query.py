@@ -1,8 +1,8 @@
 """One query in the model of the data cluster: windows, progress and result sets, without Spark.
 
-It does what ``windows.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the same order and with
-the same commands. There is no archive: what a log server has lost is gone, and an operator has the query go on. Its SQL
-is one line: the records whose ``type`` is the parameter of that name.
+It does what ``windows.py``, ``query_runner.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the
+same order and with the same commands. There is no archive: what a log server has lost is gone, and an operator has the
+query go on. Its SQL is one line: the records whose ``type`` is the parameter of that name.
 """
 
 from __future__ import annotations
