@@ -32,7 +32,8 @@ from dynamoth.data.records import Record, partition_keys, partition_name
 from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
-from dynamoth_analytics.cluster.batches import OFFSET, make_folder, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.batches import OFFSET, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.durable_files import make_folder
 from dynamoth_analytics.cluster.failures import TakenOver
 from dynamoth_analytics.cluster.journal import delete_days
 from dynamoth_analytics.cluster.merging import compact

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamoth.data.progress import Checkpoint, WindowEnd
-from dynamoth_analytics.cluster.batches import make_folder, sync_folder, write_text
+from dynamoth_analytics.cluster.durable_files import make_folder, sync, write_text
 
 BASE_FILE = "base.json"
 
@@ -68,7 +68,7 @@ class CheckpointFolder:
         write_text(hidden / BASE_FILE, json.dumps(values))
         self.remove()
         hidden.rename(self._folder)
-        sync_folder(self._folder.parent)
+        sync(self._folder.parent)
 
     def remove(self) -> None:
         """Remove it. ``base.json`` goes first: without that, the rest is no checkpoint."""

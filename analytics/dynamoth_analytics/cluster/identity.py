@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dynamoth.data.records import DATA_PREFIX
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.batches import write_text
+from dynamoth_analytics.cluster.durable_files import write_text
 from dynamoth_analytics.cluster.servers import LogServers
 
 IDENTITY_KEY = DATA_PREFIX + b"identity"

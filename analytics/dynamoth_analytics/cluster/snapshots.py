@@ -14,12 +14,11 @@ time of arrival.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_names
-from dynamoth_analytics.cluster.batches import (
-    ARRIVED,
-    OFFSET,
-    PARTITION,
-    make_folder,
-    record_schema,
-    sync_folder,
-    write_text,
-)
+from dynamoth_analytics.cluster.batches import ARRIVED, OFFSET, PARTITION, record_schema
+from dynamoth_analytics.cluster.durable_files import make_folder, sync, write_text
 from dynamoth_analytics.files import parquet
 
 BASES_KEPT = 3
@@ -160,9 +152,9 @@ class KeyedSnapshots:
         make_folder(folder.parent)
         self._at(spark, dataset, own, options).coalesce(4).write.parquet(str(folder / "rows"))
         keys = _force_to_disk(folder / "rows")
-        sync_folder(folder)
+        sync(folder)
         write_text(folder / "base.json", json.dumps({"offsets": own, "keys": keys}))  # a base is one when it has this
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
     def _delete_old(self, dataset: Dataset, needed: Iterable[Mapping[str, int]]) -> None:
         kept = [base.folder for offsets in needed if (base := self.base_of(dataset, offsets)) is not None]
@@ -195,14 +187,9 @@ def _is_due(newest: SnapshotBase | None, states: Mapping[str, PartitionState]) -
 
 def _force_to_disk(folder: Path) -> int:
     """Force the Parquet files of a folder to disk; return how many rows they have."""
-    files: Sequence[Path] = sorted(folder.glob("*.parquet"))
-    for each in files:
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_folder(folder)
+    files = sorted(folder.glob("*.parquet"))
+    for each in (*files, folder):
+        sync(each)
     return sum(int(parquet.read_metadata(each).num_rows) for each in files)
 
 
