@@ -200,8 +200,7 @@ def _execute(guarded: Guarded, interest: str, folder: Path) -> None:
         servers, guarded.cluster_url("data-cluster"), "of_number", 1, 1, 1, term,
         inline_bytes_max=1000, result_bytes_max=1000, retained_min=10, ttl_s=60.0,
     )  # fmt: skip
-    counts: dict[str, int] = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
-    publisher.publish_payloads([(interest, b"{}")], counts)
+    counts = publisher.publish_payloads([(interest, b"{}")])
     assert (counts["result_sets"], counts["unpublished"]) == (1, 0)
     end = time.monotonic() + TIMEOUT_S
     while not expire_interests(servers, "of_number"):

@@ -51,7 +51,7 @@ TRIM_RECORDS_MAX = 10_000
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("dynamoth.data-cluster")
 
 
 class ArchivingFailed(DynamothError):

@@ -40,8 +40,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     last = replace(give_up(progress, None, end, now_ms), is_dropped=True)
     query = StandingQuery(name, "", "", 0, version=status.version, retained_min=RETAINED_MAX)
     payload = dropped_payload(name, status.version, last.execution, now_ms)
-    counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-    context.publisher(query, last.execution, 0).publish_payloads(((each, payload) for each in interests), counts)
+    context.publisher(query, last.execution, 0).publish_payloads((each, payload) for each in interests)
     context.store_progress(name, last)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):

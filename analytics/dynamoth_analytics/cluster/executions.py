@@ -27,7 +27,7 @@ from dynamoth_analytics.cluster.batches import record_schema
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.interest_table import InterestTable, table_schema
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
-from dynamoth_analytics.cluster.publishing import METRICS_SCHEMA
+from dynamoth_analytics.cluster.publishing import COUNTS_SCHEMA
 from dynamoth_analytics.cluster.schema import INTEREST
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, Table, pairs
 from dynamoth_analytics.cluster.sql import compile_query
@@ -63,7 +63,7 @@ class Executions:
         self._compiled.check(self._context.spark, self._datasets)
 
     def run(self, spark: SparkSession, execution: int, window: Window) -> Counter[str]:
-        """Execute the query for a window, and publish the result sets; return their counts, by ``METRICS_SCHEMA``.
+        """Execute the query for a window, and publish the result sets; return their counts (``publishing.COUNTS``).
 
         A result set that a log has already is not appended again. Raises RecordsLost, LogServerFailed, OSError and
         errors of Spark; call it again then with the same arguments.
@@ -94,7 +94,7 @@ class Executions:
         else:
             has_grids = pairs(tables, interests_count) > PAIRS_MAX
             results = self._small(spark, end["tick_ms"], interests, tables, has_grids=has_grids)
-        for row in results.mapInArrow(publisher.publish, METRICS_SCHEMA).collect():
+        for row in results.mapInArrow(publisher.publish, COUNTS_SCHEMA).collect():
             counts.update(row.asDict())
         return counts
 

@@ -47,8 +47,7 @@ class OutdatedInterests:
         payloads = {each: changed_payload(*head, new[each]) for each in new}
         last = _last_payloads(publisher.servers, [*payloads])
         waiting = {each: payload for each, payload in payloads.items() if not _is_said(last.get(each), payload)}
-        counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-        publisher.publish_payloads(waiting.items(), counts)
+        publisher.publish_payloads(waiting.items())
         self._ended |= new.keys()
         if waiting:
             text = "query %s has changed: %d interests do not fit it any more, and know"

@@ -108,8 +108,7 @@ class _Sink:
             servers, self.url, "", 0, execution, 0, self.term, INLINE_BYTES_MAX, 0,
             self.options.retained_min, self.options.ttl_s,
         )  # fmt: skip
-        counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-        publisher.publish_payloads(((channel_interest(name).id, payload) for name, payload in messages), counts)
+        publisher.publish_payloads((channel_interest(name).id, payload) for name, payload in messages)
         return _Published(channels)
 
     def _append(self, servers: LogServers, messages: list[tuple[str, bytes]]) -> None:
