@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_a_snapshot_begins_with_the_base_of_spark(driver: SparkSession, world: W
     assert (
         dict(rows_of(tables["places"])) == {row["id"]: row["size"] for row in spark_rows} == {"u0": 3, "u1": 9, "u2": 2}
     )
+
+
+def test_a_base_that_is_too_large_is_not_read(
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets, query = set_all(world), world.set_query(**NEAR)
+    context = world.context(driver)
+    world.append(datasets["reports"], *reports("fire", "a"))
+    places = ({"id": f"u{number}", "type": secrets.token_hex(2000), "size": number} for number in range(20))
+    world.append(datasets["places"], *places)
+    context.snapshots.renew(driver, datasets["places"], world.servers.states({"places": 2}))
+    assert context.small_windows.tables(query, datasets, window(world, shelters=1)) is not None
+    monkeypatch.setattr(small_windows, "BYTES_MAX", 20_000)
+    monkeypatch.setattr(parquet, "read_table", lambda _: pytest.fail("it was read"))
+    assert small(world).tables(query, datasets, window(world, shelters=1)) is None
 
 
 @pytest.mark.parametrize(

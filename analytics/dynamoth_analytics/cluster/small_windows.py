@@ -36,7 +36,7 @@ from dynamoth_analytics.files import arrow, parquet
 
 RECORDS_MAX = 20_000
 BYTES_MAX = 32 * 2**20
-"""Records of a small window, and bytes in memory of each of its tables."""
+"""Records of a small window, and bytes of each of its tables: in memory, or in Parquet files without compression."""
 
 ROWS_MAX = 50_000
 """Rows of each other table of a small window: keys, interests, rows of static datasets."""
@@ -176,7 +176,7 @@ class SmallWindows:
         """Return the snapshot of a base; without one, that before the first record. None: it is too large."""
         if base is None:
             return _Snapshot({}, record_schema(dataset).empty_table())
-        if base.keys > ROWS_MAX:
+        if _is_large(base.keys, sorted((base.folder / "rows").glob("*.parquet"))):
             return None
         return _Snapshot(base.offsets, with_columns_of(dataset, parquet.read_table(base.folder / "rows")))
 
@@ -185,7 +185,7 @@ class SmallWindows:
         loaded = window.end.get("static", {}).get(dataset.name, dataset.loaded)
         files = self._loads.files(replace(dataset, loaded=loaded))
         rows = sum(int(parquet.read_metadata(each).num_rows) for each in files)
-        if rows > ROWS_MAX or sum(each.stat().st_size for each in files) > BYTES_MAX:
+        if _is_large(rows, files):
             return None
         return Table(files, rows) if files else _written(folder, dataset, record_schema(dataset).empty_table())
 
@@ -194,6 +194,15 @@ def pairs(tables: Mapping[str, Table], interests: int) -> int:
     """Return how many pairs of rows the largest join of two tables compares."""
     sizes = sorted([interests, *(each.rows for each in tables.values())])
     return sizes[-1] * sizes[-2]
+
+
+def _is_large(rows: int, files: Sequence[Path]) -> bool:
+    """Return whether files with so many rows have too many of them, or too many bytes. They are not read."""
+    if rows > ROWS_MAX:
+        return True
+    found = [parquet.read_metadata(each) for each in files]
+    size: int = sum(each.row_group(n).total_byte_size for each in found for n in range(each.num_row_groups))
+    return size > BYTES_MAX
 
 
 def _latest(rows: Any, key: str) -> Any:
