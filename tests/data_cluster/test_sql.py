@@ -19,8 +19,9 @@ from dynamoth.data.datasets import read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.dialect import AGGREGATES
+from dynamoth_analytics.cluster.schema import interest_schema, view_schema
 from dynamoth_analytics.cluster.spatial import EARTH_M
-from dynamoth_analytics.cluster.sql import compile_query, interest_schema, view_schema
+from dynamoth_analytics.cluster.sql import compile_query
 
 DATASETS = {
     "reports": read_dataset(

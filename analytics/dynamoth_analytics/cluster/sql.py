@@ -36,10 +36,8 @@ from dynamoth.data.queries import StandingQuery
 from dynamoth_analytics.cluster import spatial
 from dynamoth_analytics.cluster.compiler import Compiler, Ordering
 from dynamoth_analytics.cluster.dialect import StandingSql
-from dynamoth_analytics.cluster.schema import INTEREST, INTERESTS, PARAMETER_PREFIX, interest_schema, view_schema
+from dynamoth_analytics.cluster.schema import INTEREST, INTERESTS, interest_schema, view_schema
 from dynamoth_analytics.cluster.statement import TICK, refusal
-
-__all__ = ["PARAMETER_PREFIX", "CompiledQuery", "compile_query", "interest_schema", "view_schema"]
 
 
 @dataclass(frozen=True)
