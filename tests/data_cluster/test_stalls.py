@@ -92,7 +92,7 @@ def test_an_execution_that_hangs_is_shown_until_it_ends(
             cluster.queries()["of_type"].watch(next(clock))
 
     try:
-        cluster.look()
+        cluster.follow_catalog()
         watch_for(100)
         assert shown() == (0, "running")
         world.append(dataset, *reports("fire", "a"))

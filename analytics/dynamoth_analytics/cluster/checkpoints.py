@@ -22,7 +22,7 @@ from dynamoth_analytics.cluster.durable_files import make_folder, sync, write_te
 BASE_FILE = "base.json"
 
 WINDOWS_KEPT = 100
-"""Spark keeps so many batches, too."""
+"""Ends of windows that a checkpoint keeps: Spark keeps as many batches."""
 
 
 @dataclass(frozen=True)

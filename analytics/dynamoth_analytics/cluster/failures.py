@@ -1,4 +1,4 @@
-"""What an error of Spark means to a person, and how one failure does not hold up other work."""
+"""Reasons of failures in words for people, whether Spark still runs, and work whose parts fail one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynamoth_analytics.cluster.servers import LogServerFailed
 from dynamoth_analytics.errors import SparkFailed
 
 CHARACTERS_MAX = 300
-
+"""Of a reason, for people."""
 
 _AGAIN = "this process ends, and is to be started again; queries go on where they were"
 
@@ -51,7 +51,7 @@ _WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEP
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one sentence about an error."""
+    """Return why something has failed, as one sentence of at most ``CHARACTERS_MAX`` characters for people."""
     text = str(error).strip()
     is_disk_full = any(each in text for each in _DISK_IS_FULL)
     if isinstance(error, OSError) and is_disk_full:

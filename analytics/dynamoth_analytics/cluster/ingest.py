@@ -10,8 +10,8 @@ client (``QUEUE_MAX``). What does not fit into it is dropped, and a gap says how
 
 A message is durable only when it is stored: a publisher does not hear of that. PUBLISH returns the number of receivers;
 while no data cluster runs, it is 0 and the message is lost. What waits in the queue is lost with its reader, and
-counted as missing: when its dataset is dropped, and when the process ends. Whoever needs an answer stores records with
-``DatasetWriter``, or publishes at a broker.
+counted as missing: when its dataset is dropped, and when the process ends. A publisher that needs an answer stores
+records with ``DatasetWriter``, or publishes at a broker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCE = "publish"
 """Where dead letters say that their record came from."""
 
 FOLLOW_S = 2.0
-"""The catalog is read this often: so late begins a new dataset to be stored."""
+"""The catalog is read this often: messages for a new dataset are stored after this time."""
 
 QUEUE_MAX = 65_536
 """Messages of one dataset that wait to be stored."""

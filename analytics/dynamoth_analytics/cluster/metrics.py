@@ -36,7 +36,7 @@ _INGESTED = {
 
 
 def collect_ingest(counts: Counter[str], waiting: int) -> Iterator[Metric]:
-    """Yield the families of what applications publish for datasets, of which so many cannot be stored now."""
+    """Yield the families of what applications publish for datasets; ``waiting`` datasets cannot be stored now."""
     yield _FAMILIES.gauge("ingest_waiting", "Datasets for which published records wait to be stored", waiting)
     yield from _FAMILIES.counters(
         {f"ingest_{name}": text for name, text in _INGESTED.items()},

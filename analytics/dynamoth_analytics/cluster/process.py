@@ -34,14 +34,14 @@ from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from dynamoth_daemon.process import DaemonProcess
 from dynamoth_link.options import LinkOptions
 
-LOOK_S = 1.0
-"""The catalog is read, and failed queries are started again, this often."""
+FOLLOW_S = 1.0
+"""The catalog is read, and queries that have failed are started again, this often."""
 
 UPKEEP_S = 60.0
-"""Interests are ended, and snapshots renewed, this often."""
+"""Interests whose time is over are ended, and snapshots renewed, this often."""
 
 WATCH_S = 10.0
-"""Somebody looks this often whether queries are stalled."""
+"""It is checked this often whether queries are stalled."""
 
 JAVA_OPTIONS = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000"
@@ -73,7 +73,7 @@ class DataClusterConfig(DataClusterSettings):
 
 
 class _NoMachine:
-    """A daemon has a machine. This one decides nothing that needs one: Spark does the work."""
+    """The machine that every daemon has. That of a data cluster does nothing: threads and Spark do the work."""
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Do nothing."""
@@ -170,7 +170,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._ingesting = asyncio.ensure_future(self._keep_ingesting())
         self._ingesting.add_done_callback(self._on_ingest_done)
         works = (
-            self._keep("queries", self._runner.look, LOOK_S),
+            self._keep("queries", self._runner.follow_catalog, FOLLOW_S),
             self._keep_begun("archive", self._runner.archive, self._config.archive_s),
             self._keep_begun("upkeep", self._runner.tidy, UPKEEP_S),
             self._keep_begun("watch", self._runner.watch, WATCH_S),
@@ -198,12 +198,12 @@ class DataClusterProcess(DaemonProcess[Any]):
             self.end(EXIT_FAILED)
 
     async def _keep_begun(self, name: str, work: Callable[[], Any], every_s: float) -> None:
-        """Do some work as ``_keep``, once this data cluster has begun."""
+        """Do as ``_keep``, once this data cluster has begun."""
         await self._begun.wait()
         await self._keep(name, work, every_s)
 
     async def _keep(self, name: str, work: Callable[[], Any], every_s: float) -> None:
-        """Do some work again and again, in a thread; a fault is logged once, and it is tried again."""
+        """Do some work every ``every_s`` seconds, in a thread. One that fails is logged once, and tried again."""
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Brings what is executed in line with the catalog: the work of a data cluster, called by its process in threads."""
+"""Executes the queries of the catalog: the work of a data cluster, which its process calls in threads."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ class ClusterRunner:
 
     Its methods are called in threads, each by one thread at a time. They raise LogServerFailed and OSError, and can be
     called again then; SparkFailed, TakenOver and WrongFolder are the end.
+
+    Args:
+        spark: the session.
+        servers: the log servers.
+        cluster_url: of the cluster through which brokers are notified.
+        folder: of the data cluster; no other process may use it.
+        ttl_s: how long the log of an interest lives after its last reader or writer, at least.
+
     """
 
     def __init__(self, spark: SparkSession, servers: LogServers, cluster_url: str, folder: Path, ttl_s: float) -> None:
@@ -66,7 +74,7 @@ class ClusterRunner:
         self._runners: dict[str, QueryRunner] = {}
         #: The highest counts of queries, by name, also of those that do not run any more.
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        #: Dropped queries whose users know.
+        #: Dropped queries whose users got their last publication.
         self._ended: set[str] = set()
         #: Held while queries are started and stopped.
         self._looking = threading.Lock()
@@ -99,7 +107,7 @@ class ClusterRunner:
             counts.update(self._counts[name])
         return counts
 
-    def look(self) -> None:
+    def follow_catalog(self) -> None:
         """Start, stop and restart queries, as the catalog and operators say."""
         with self._looking:
             if self._is_stopping:
@@ -155,9 +163,9 @@ class ClusterRunner:
         failures.raise_first()
 
     def watch(self) -> None:
-        """Show which queries are stalled. It does not ask Spark: the other methods wait for one that hangs."""
+        """Show which queries are stalled. Spark is not asked: the other methods wait for it if it hangs."""
         for runner in self.queries().values():
-            with suppress(LogServerFailed):  # to look says so
+            with suppress(LogServerFailed):  # ``follow_catalog`` raises it, too
                 runner.watch(time.monotonic())
 
     def prepare_stop(self) -> None:
@@ -234,7 +242,7 @@ class ClusterRunner:
         self.refused = {name: reason for name, reason in self.refused.items() if name in known}
 
     def _end_dropped(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
-        """Tell the users of dropped queries."""
+        """Publish to the users of dropped queries that they were dropped."""
         for name in catalog.dropped_queries - self._ended:
             with failures.kept():
                 try:
@@ -244,7 +252,7 @@ class ClusterRunner:
                 self._ended.add(name)
 
     def _start_missing(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
-        """Make runners of queries that have none. One that cannot be executed harms no other."""
+        """Make runners for queries that have none. One that cannot be executed harms no other."""
         spread = phases({name: query.period_s for name, query in catalog.queries.items()})
         for name, query in catalog.queries.items():
             self._ended.discard(name)
@@ -260,7 +268,7 @@ class ClusterRunner:
                 self._refuse(context, name, 0, fault)
 
     def _start(self, context: ClusterContext, definitions: _Definitions, phase_s: float) -> None:
-        """Make a runner, unless the definitions cannot be executed. Raises what keeps it from running now."""
+        """Make a runner. One whose definitions cannot be executed is refused; other errors are shown, and raised."""
         query, datasets, unreadable = definitions
         name = query.name
         try:
@@ -297,7 +305,7 @@ class ClusterRunner:
         self._show(context, name, "refused", reason, version)
 
     def _show(self, context: ClusterContext, name: str, state: str, reason: str, version: int) -> None:
-        """Store the state of a query that does not run, unless that is stored."""
+        """Store the state of a query that does not run, unless it is stored already."""
         status = context.status(name) or QueryStatus()
         if (status.state, status.reason, status.version) != (state, reason, version):
             status.state, status.reason, status.version = state, reason, version

@@ -54,13 +54,13 @@ from dynamoth_analytics.cluster.publishing import ResultPublisher, publish_messa
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
-"""The property of a task that has the number of its batch."""
+"""The property of a task with the number of its batch."""
 
 INLINE_BYTES_MAX = 64 * 1024
-"""A logged payload that is longer is not published: brokers read it from the log."""
+"""A longer payload is not published with its notice: brokers read it from the log."""
 
 MESSAGES_MAX = 1000
-"""So many messages are published at a time."""
+"""Messages that are published at a time."""
 
 
 class SinkFailed(DynamothError):

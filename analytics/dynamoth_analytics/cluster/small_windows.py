@@ -42,7 +42,7 @@ ROWS_MAX = 50_000
 """Rows of each other table of a small window: keys, interests, rows of static datasets."""
 
 CHANGES_MAX = 100_000
-"""Records behind the last snapshot that the driver reads to make the next one."""
+"""Records behind the last snapshot that the driver reads at most to make the next one."""
 
 PAIRS_MAX = 500_000
 """Pairs of rows that a join by distance compares without a grid, in a fraction of a second."""
@@ -116,7 +116,7 @@ class SmallWindows:
         return found
 
     def records(self, query: StandingQuery, dataset: Dataset, window: Window) -> Table | None:
-        """Return the new records of a window as ``tables`` does; None: they are too many."""
+        """Return the new records of a window, as ``tables`` does; None: there are too many."""
         rows = self._records(dataset, window)
         return None if rows is None else _written(self._folder_of(query), dataset, rows)
 

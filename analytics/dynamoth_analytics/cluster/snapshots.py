@@ -38,7 +38,7 @@ BASES_KEPT = 3
 
 RENEW_RECORDS_MIN = 10_000
 RENEW_KEYS_RATIO = 0.25
-"""A base is renewed when so many records are behind it: a number, or a part of its keys if that is more."""
+"""A base is renewed when this many records are behind it, or this part of its keys if that is more."""
 
 RENEW_AGE_S = 86_400.0
 """A base that is older is renewed if there is any record behind it: the archive's old days can be deleted then."""

@@ -4,7 +4,7 @@ Spark has two ways. With ANSI mode, ``a / 0`` and an overflow fail the whole exe
 which is what sessions here have, most of that is NULL, but sums and products of integers wrap, and casts of numbers
 that are too large give others. So what wraps or fails is replaced by Spark's functions that give NULL then:
 ``try_add``, ``try_cast`` ... Where there is none, the argument that can be wrong has to be a literal (``LITERALS``),
-which whoever registers the query can check.
+which the operator who registers the query can check.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false

@@ -13,7 +13,7 @@ from dynamoth_analytics.cluster.reading import RecordsLost
 from dynamoth_analytics.cluster.servers import LogServers
 
 CONTINUOUS_MS = 1000
-"""A query without a period is executed this often at most."""
+"""Ticks of a query without a period are this far apart."""
 
 
 class Ticks:
