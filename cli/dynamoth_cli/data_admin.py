@@ -161,7 +161,7 @@ def check_change(before: Dataset, after: Dataset) -> None:
 def check_queries(queries: Mapping[str, StandingQuery], datasets: Mapping[str, Dataset]) -> list[str]:
     """Compile queries, where Spark is installed; return warnings. Raises ConfigError."""
     try:
-        from dynamoth_analytics.cluster.sql import compile_query
+        from dynamoth_analytics.cluster.sql.compiled import compile_query
     except ImportError:
         return ["the SQL is not checked, as dynamoth[analytics] is not installed here: see `dynamoth query show`"]
     return [

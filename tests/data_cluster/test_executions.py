@@ -13,9 +13,10 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.progress import Window, WindowEnd, begin_again_command, query_server, restart_key
 from dynamoth.edge.log import log_keys
-from dynamoth_analytics.cluster import outdated, query_runner, values
+from dynamoth_analytics.cluster import outdated, query_runner
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.query_runner import QueryRunner
+from dynamoth_analytics.cluster.sql import nulls
 from tests.data_cluster.world import World, reports, stream_session, until
 
 BEGIN: WindowEnd = {"tick_ms": 0, "offsets": {}}
@@ -162,7 +163,7 @@ def test_an_execution_that_was_published_in_part_is_repeated_once_for_each(drive
 def test_a_query_that_fails_loses_nothing_and_harms_no_other(
     driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(values.LITERALS, "sequence", ())  # else the query is refused, as it can fail
+    monkeypatch.setitem(nulls.LITERALS, "sequence", ())  # else the query is refused, as it can fail
     dataset = world.set_dataset()
     good = world.set_query("good")
     fails = "cardinality(sequence(CAST(r.size AS int), 4, 1)) AS ok"  # of a size above 5 there is no such sequence

@@ -28,9 +28,9 @@ from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.interest_table import InterestTable, table_schema
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
 from dynamoth_analytics.cluster.publishing import COUNTS_SCHEMA
-from dynamoth_analytics.cluster.schema import INTEREST
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, Table, pairs
-from dynamoth_analytics.cluster.sql import compile_query
+from dynamoth_analytics.cluster.sql.compiled import compile_query
+from dynamoth_analytics.cluster.sql.schema import INTEREST
 
 PARTITIONS = "spark.sql.shuffle.partitions"
 """Of Spark: in this many parts, interests are joined."""

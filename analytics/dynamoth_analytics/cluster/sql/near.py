@@ -21,11 +21,11 @@ import sqlglot
 from sqlglot import exp
 
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster import spatial
-from dynamoth_analytics.cluster.dialect import StandingSql
-from dynamoth_analytics.cluster.schema import INTERESTS, PARAMETER_PREFIX
-from dynamoth_analytics.cluster.spatial import PLANE, SPHERE
-from dynamoth_analytics.cluster.statement import refusal
+from dynamoth_analytics.cluster.sql import spatial
+from dynamoth_analytics.cluster.sql.dialect import StandingSql
+from dynamoth_analytics.cluster.sql.schema import INTERESTS, PARAMETER_PREFIX
+from dynamoth_analytics.cluster.sql.spatial import PLANE, SPHERE
+from dynamoth_analytics.cluster.sql.statement import refusal
 
 CELL = "_cell"
 """Prefix of the columns with cells."""

@@ -16,8 +16,8 @@ from typing import Any
 from sqlglot import exp
 
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.near import is_near
-from dynamoth_analytics.cluster.statement import refusal
+from dynamoth_analytics.cluster.sql.near import is_near
+from dynamoth_analytics.cluster.sql.statement import refusal
 
 OPERATORS: dict[type[Any], str] = {exp.Add: "try_add", exp.Sub: "try_subtract", exp.Mul: "try_multiply"}
 
