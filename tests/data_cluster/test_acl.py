@@ -28,11 +28,11 @@ from dynamoth.data.registrations import register_command, registration_keys
 from dynamoth.data.terms import claim_command, trim_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import SERVERS_KEY, log_keys, servers_value
-from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.publishing import ResultPublisher, close_publishers
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, read_servers
+from dynamoth_analytics.cluster.storage.archive import Archiver
 from dynamoth_cli.commands.acl import ROLES, make_user, to_lines
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_cli.main import main

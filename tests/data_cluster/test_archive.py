@@ -16,14 +16,14 @@ import pytest
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import Record, append_records_command, partition_keys
 from dynamoth.data.terms import trim_command
-from dynamoth_analytics.cluster import archive
-from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
-from dynamoth_analytics.cluster.archive_files import Hole, archived, file_name
-from dynamoth_analytics.cluster.batches import to_batch, write_file
-from dynamoth_analytics.cluster.merging import merge_day
-from dynamoth_analytics.cluster.paging import next_count, pages
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, read_state
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.storage import archive
+from dynamoth_analytics.cluster.storage.archive import Archiver, ArchivingFailed
+from dynamoth_analytics.cluster.storage.archive_files import Hole, archived, file_name
+from dynamoth_analytics.cluster.storage.batches import to_batch, write_file
+from dynamoth_analytics.cluster.storage.merging import merge_day
+from dynamoth_analytics.cluster.storage.paging import next_count, pages
+from dynamoth_analytics.cluster.storage.reading import RecordsLost, read_range, read_state
 from dynamoth_analytics.files import arrow, parquet
 from tests.data_cluster.world import World, reports
 
@@ -77,7 +77,7 @@ def test_only_the_days_that_are_needed_are_listed(
         listed.append(day)
         return listdir(day)
 
-    monkeypatch.setattr("dynamoth_analytics.cluster.archive_files.os.listdir", counting)
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.archive_files.os.listdir", counting)
     for _ in range(2):
         assert offsets(tmp_path, dataset, 29_995, 40_000) == list(range(29_996, 30_001))
     assert [day.name for day in listed] == ["date=2026-01-10"]
@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_records_at_redis_and_is_an_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dynamoth_analytics.cluster.batches.parquet.ParquetWriter", full)
+        patch.setattr("dynamoth_analytics.cluster.storage.batches.parquet.ParquetWriter", full)
         for _ in range(2):
             with pytest.raises(ArchivingFailed, match="the disk of the archive is full: make room"):
                 archiver.archive(world.servers.catalog())
@@ -217,7 +217,7 @@ def test_trimming_takes_steps_and_never_takes_what_is_not_archived(
     with monkeypatch.context() as patch:
         patch.setattr(archive, "write_file", write_and_append)
         patch.setattr(archive, "FILE_RECORDS_MAX", 1)
-        patch.setattr("dynamoth_analytics.cluster.paging.PAGE_RECORDS_MAX", 40)
+        patch.setattr("dynamoth_analytics.cluster.storage.paging.PAGE_RECORDS_MAX", 40)
         patch.setattr(archive, "pages", one_page)
         assert archiver.archive(world.servers.catalog()) == 40
     assert length(world) == 30
@@ -233,9 +233,9 @@ def test_pages_files_and_row_groups_are_bounded_by_bytes(
     store(world, dataset, 300)
     store(world, dataset, 100, json.dumps({"id": "y" * 60_000, "type": "a", "size": 1}).encode())
     store(world, dataset, 300)
-    monkeypatch.setattr("dynamoth_analytics.cluster.paging.PAGE_BYTES", 2**20)
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.paging.PAGE_BYTES", 2**20)
     monkeypatch.setattr(archive, "FILE_BYTES_MAX", 2**21)
-    monkeypatch.setattr("dynamoth_analytics.cluster.batches.ROW_GROUP_BYTES", 2**20)
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.batches.ROW_GROUP_BYTES", 2**20)
     sizes = [sum(len(each.value) for each in page) for page in pages(world.servers, dataset, 0, 0, 2**53)]
     assert max(sizes) <= 2**20
     Archiver(world.servers, tmp_path, hot_records=100).archive(world.servers.catalog())

@@ -15,13 +15,14 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.progress import Checkpoint, WindowEnd
-from dynamoth_analytics.cluster import checkpoints, journal, query_runner
-from dynamoth_analytics.cluster.archive import ArchivingFailed
-from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
+from dynamoth_analytics.cluster import query_runner
 from dynamoth_analytics.cluster.failures import DISK_IS_FULL, reason_of
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage import checkpoints, journal
+from dynamoth_analytics.cluster.storage.archive import ArchivingFailed
+from dynamoth_analytics.cluster.storage.checkpoints import CheckpointBase, CheckpointFolder
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.files import parquet
 from tests.data_cluster.test_executions import running
 from tests.data_cluster.world import World, reports, until

@@ -15,9 +15,9 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import Window
 from dynamoth.data.records import partition_keys
 from dynamoth_analytics.cluster import small_windows
-from dynamoth_analytics.cluster.reading import RecordsLost
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, SmallWindows, Table, pairs
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.reading import RecordsLost
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.files import parquet
 from tests.data_cluster.world import STATIC, World, reports, stream_session
 

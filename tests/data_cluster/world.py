@@ -35,7 +35,7 @@ from dynamoth_analytics.cluster.publishing import close_publishers
 from dynamoth_analytics.cluster.query_runner import QueryRunner
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.urls import ClusterAddress, parse_server_url
 

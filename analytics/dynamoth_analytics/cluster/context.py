@@ -27,11 +27,11 @@ from dynamoth.data.progress import (
 )
 from dynamoth.data.queries import StandingQuery
 from dynamoth_analytics.cluster import publishing
-from dynamoth_analytics.cluster.checkpoints import CheckpointFolder
 from dynamoth_analytics.cluster.publishing import ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.checkpoints import CheckpointFolder
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 
 _log = logging.getLogger("dynamoth.data-cluster")
 

@@ -23,7 +23,6 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import Window, WindowEnd
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.batches import record_schema
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.interest_table import InterestTable, table_schema
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
@@ -31,6 +30,7 @@ from dynamoth_analytics.cluster.publishing import COUNTS_SCHEMA
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, Table, pairs
 from dynamoth_analytics.cluster.sql.compiled import compile_query
 from dynamoth_analytics.cluster.sql.schema import INTEREST
+from dynamoth_analytics.cluster.storage.batches import record_schema
 
 PARTITIONS = "spark.sql.shuffle.partitions"
 """Of Spark: in this many parts, interests are joined."""

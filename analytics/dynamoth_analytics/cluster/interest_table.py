@@ -21,9 +21,9 @@ from dynamoth.data.registrations import (
     register_command,
     registration_keys,
 )
-from dynamoth_analytics.cluster.batches import ARROW_TYPES
 from dynamoth_analytics.cluster.servers import LogServers
 from dynamoth_analytics.cluster.sql.schema import INTEREST, PARAMETER_PREFIX
+from dynamoth_analytics.cluster.storage.batches import ARROW_TYPES
 from dynamoth_analytics.files import arrow, parquet
 
 CHANGES_PER_READ = 5000

@@ -39,12 +39,12 @@ from dynamoth.data.progress import (
 )
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.checkpoints import CheckpointBase
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.executions import Executions
 from dynamoth_analytics.cluster.failures import check_spark, is_fenced_by_another, reason_of
-from dynamoth_analytics.cluster.journal import write_execution
 from dynamoth_analytics.cluster.stalls import Stall
+from dynamoth_analytics.cluster.storage.checkpoints import CheckpointBase
+from dynamoth_analytics.cluster.storage.journal import write_execution
 from dynamoth_analytics.cluster.windows import Ticks, Windows
 
 RETRY_S = 5.0

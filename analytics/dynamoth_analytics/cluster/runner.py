@@ -21,7 +21,6 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import QueryStatus, query_server, restart_key
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.failures import Failures, TakenOver, check_spark, reason_of
@@ -30,10 +29,11 @@ from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
 from dynamoth_analytics.cluster.query_runner import QueryRunner
-from dynamoth_analytics.cluster.retention import Needs, needs_of, unneeded
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.archive import Archiver
+from dynamoth_analytics.cluster.storage.retention import Needs, needs_of, unneeded
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.errors import SparkFailed
 
 _log = logging.getLogger("dynamoth.data-cluster")

@@ -27,11 +27,11 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import Window
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import partition_names
-from dynamoth_analytics.cluster.batches import ARRIVED, PARTITION, record_schema, with_columns_of
-from dynamoth_analytics.cluster.loads import LoadCopies
-from dynamoth_analytics.cluster.reading import read_range
 from dynamoth_analytics.cluster.servers import LogServers
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots, SnapshotBase
+from dynamoth_analytics.cluster.storage.batches import ARRIVED, PARTITION, record_schema, with_columns_of
+from dynamoth_analytics.cluster.storage.loads import LoadCopies
+from dynamoth_analytics.cluster.storage.reading import read_range
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots, SnapshotBase
 from dynamoth_analytics.files import arrow, parquet
 
 RECORDS_MAX = 20_000

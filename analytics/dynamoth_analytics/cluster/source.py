@@ -49,11 +49,11 @@ from pyspark.sql.types import StructType
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_name, partition_names
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.batches import record_schema
-from dynamoth_analytics.cluster.loads import LoadCopies, load_lost, load_offsets, read_copy
-from dynamoth_analytics.cluster.reading import oldest, read_range
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
+from dynamoth_analytics.cluster.storage.batches import record_schema
+from dynamoth_analytics.cluster.storage.loads import LoadCopies, load_lost, load_offsets, read_copy
+from dynamoth_analytics.cluster.storage.reading import oldest, read_range
 from dynamoth_analytics.cluster.windows import ends_of
 
 _BEGINS = ("begin", "retained", "now")

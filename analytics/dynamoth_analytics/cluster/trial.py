@@ -20,10 +20,10 @@ from dynamoth.data.queries import BadParameters, StandingQuery
 from dynamoth.data.records import Record
 from dynamoth.edge.interests import query_interest
 from dynamoth.errors import ConfigError, MalformedMessage, printable
-from dynamoth_analytics.cluster.batches import OFFSET, to_batch
 from dynamoth_analytics.cluster.interest_table import column_value
 from dynamoth_analytics.cluster.sql.compiled import compile_query
 from dynamoth_analytics.cluster.sql.schema import interest_schema, view_schema
+from dynamoth_analytics.cluster.storage.batches import OFFSET, to_batch
 from dynamoth_analytics.files import arrow
 from dynamoth_analytics.session import check_session, open_session
 from dynamoth_client.runtime.record_files import read_records

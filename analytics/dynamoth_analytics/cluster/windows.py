@@ -9,8 +9,8 @@ from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import WindowEnd
 from dynamoth.data.records import PartitionState
-from dynamoth_analytics.cluster.reading import RecordsLost
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.storage.reading import RecordsLost
 
 CONTINUOUS_MS = 1000
 """Ticks of a query without a period are this far apart."""

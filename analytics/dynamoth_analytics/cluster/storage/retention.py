@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.progress import Checkpoint, Progress
 from dynamoth.data.records import partition_name
-from dynamoth_analytics.cluster.archive import archived_datasets
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.archive import archived_datasets
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 
 NOBODY = 2**53
 """No offset is larger: nobody needs any record."""

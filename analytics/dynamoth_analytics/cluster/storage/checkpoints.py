@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamoth.data.progress import Checkpoint, WindowEnd
-from dynamoth_analytics.cluster.durable_files import make_folder, sync, write_text
+from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync, write_text
 
 BASE_FILE = "base.json"
 

@@ -13,7 +13,7 @@ from pyarrow import json as arrow_json  # pyright: ignore[reportMissingTypeStubs
 
 from dynamoth.data.datasets import Dataset, FieldType
 from dynamoth.data.records import Record
-from dynamoth_analytics.cluster.durable_files import replacing
+from dynamoth_analytics.cluster.storage.durable_files import replacing
 from dynamoth_analytics.files import arrow, parquet
 
 ARROW_TYPES: dict[FieldType, Any] = {

@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dynamoth_analytics.cluster.durable_files import make_folder, sync
+from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync
 
 _log = logging.getLogger("dynamoth.data-cluster")
 

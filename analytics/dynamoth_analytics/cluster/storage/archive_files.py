@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamoth.data.datasets import Dataset
-from dynamoth_analytics.cluster.batches import read_file
+from dynamoth_analytics.cluster.storage.batches import read_file
 from dynamoth_analytics.files import parquet
 
 SETTLED_S = 2.0

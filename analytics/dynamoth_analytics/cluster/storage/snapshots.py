@@ -29,8 +29,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_names
-from dynamoth_analytics.cluster.batches import ARRIVED, OFFSET, PARTITION, record_schema
-from dynamoth_analytics.cluster.durable_files import make_folder, sync, write_text
+from dynamoth_analytics.cluster.storage.batches import ARRIVED, OFFSET, PARTITION, record_schema
+from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync, write_text
 from dynamoth_analytics.files import parquet
 
 BASES_KEPT = 3

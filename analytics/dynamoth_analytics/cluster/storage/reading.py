@@ -31,10 +31,10 @@ from dynamoth.data.records import (
     state_command,
 )
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive_files import Hole, archived, first_archived
-from dynamoth_analytics.cluster.batches import OFFSET, to_batch
-from dynamoth_analytics.cluster.paging import pages
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.storage.archive_files import Hole, archived, first_archived
+from dynamoth_analytics.cluster.storage.batches import OFFSET, to_batch
+from dynamoth_analytics.cluster.storage.paging import pages
 
 
 class RecordsLost(DynamothError):

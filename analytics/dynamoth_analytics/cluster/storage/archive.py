@@ -31,15 +31,15 @@ from dynamoth.data.datasets import Dataset, dead_letters
 from dynamoth.data.records import Record, partition_keys, partition_name
 from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
-from dynamoth_analytics.cluster.batches import OFFSET, record_schema, to_batch, write_file
-from dynamoth_analytics.cluster.durable_files import make_folder
 from dynamoth_analytics.cluster.failures import TakenOver
-from dynamoth_analytics.cluster.journal import delete_days
-from dynamoth_analytics.cluster.merging import merge_day
-from dynamoth_analytics.cluster.paging import pages
-from dynamoth_analytics.cluster.reading import read_state
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.storage.archive_files import day_files, days, file_name, forget, last_archived
+from dynamoth_analytics.cluster.storage.batches import OFFSET, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.storage.durable_files import make_folder
+from dynamoth_analytics.cluster.storage.journal import delete_days
+from dynamoth_analytics.cluster.storage.merging import merge_day
+from dynamoth_analytics.cluster.storage.paging import pages
+from dynamoth_analytics.cluster.storage.reading import read_state
 from dynamoth_analytics.files import arrow
 
 FILE_RECORDS_MAX = 50_000

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamoth_analytics.cluster.archive_files import ArchiveFile, day_files, file_name
-from dynamoth_analytics.cluster.batches import row_groups, write_file
+from dynamoth_analytics.cluster.storage.archive_files import ArchiveFile, day_files, file_name
+from dynamoth_analytics.cluster.storage.batches import row_groups, write_file
 from dynamoth_analytics.files import parquet
 
 MERGED_RECORDS_MAX = 500_000
