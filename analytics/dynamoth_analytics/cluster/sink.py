@@ -159,11 +159,14 @@ def _sink(options: Mapping[str, str], schema: StructType) -> _Sink:
         raise ConfigError("option `url` is missing: that of the Dynamoth cluster, as dynamoth://HOST:PORT")
     is_durable, logs = options.get("durable") == "true", options.get("logs")
     default = LogOptions()
-    log_options = LogOptions(
-        int(options.get("retained", default.retained_min)), float(options.get("ttl_s", default.ttl_s)), is_durable
-    )
+    try:
+        retained_min = int(options.get("retained", default.retained_min))
+        ttl_s = float(options.get("ttl_s", default.ttl_s))
+        term = int(options.get("term", "0"))
+    except ValueError as error:
+        raise ConfigError(f"options retained, ttl_s and term are numbers: {error}") from error
     servers = read_servers(logs, durable=is_durable, options=options) if logs else None
-    return _Sink(url, servers, ordered_by, log_options, int(options.get("term", "0")))
+    return _Sink(url, servers, ordered_by, LogOptions(retained_min, ttl_s, is_durable), term)
 
 
 class BatchWriter(DataSourceWriter):
