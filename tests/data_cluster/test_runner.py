@@ -15,11 +15,10 @@ from dynamoth.data.progress import progress_key, query_server, restart_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.failures import TakenOver
 from dynamoth_analytics.cluster.identity import IDENTITY_KEY, WrongFolder, check_identity
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_analytics.cluster.servers import read_servers
+from dynamoth_analytics.cluster.servers import TakenOver, read_servers
 from dynamoth_analytics.cluster.storage import archive
 from dynamoth_analytics.cluster.storage.batches import write_file
 from dynamoth_analytics.files import parquet

@@ -28,7 +28,7 @@ _log = logging.getLogger("dynamoth.data-cluster")
 def end_dropped(context: ClusterContext, name: str) -> None:
     """Publish to the interests of a dropped query that it was dropped, unless that is done.
 
-    Raises LogServerFailed, OSError and Fenced; call it again then.
+    Raises LogServerFailed and OSError; call it again then. Raises TakenOver, too.
     """
     progress = context.progress(name)
     if progress is not None and progress.is_dropped:

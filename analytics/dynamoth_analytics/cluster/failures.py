@@ -13,20 +13,13 @@ from pyspark.sql import SparkSession
 
 from dynamoth.edge.log import is_fenced
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.publishing import Fenced
-from dynamoth_analytics.cluster.servers import LogServerFailed
+from dynamoth_analytics.cluster.servers import LogServerFailed, TakenOver
 from dynamoth_analytics.errors import SparkFailed
 
 CHARACTERS_MAX = 300
 """Of a reason, for people."""
 
 _AGAIN = "this process ends, and is to be started again; queries go on where they were"
-
-
-class TakenOver(DynamothError):
-    """Raised when a newer data cluster works with the same log servers: this one has to end."""
-
-    code = "taken-over"
 
 
 _OURS = re.compile(r"dynamoth\w*\.[\w.]*?(\w+): (.+)")
@@ -84,11 +77,11 @@ def check_spark(spark: SparkSession) -> None:
         raise SparkFailed(f"Spark has stopped, or its Java has died: {_AGAIN}")
 
 
-def is_fenced_by_another(error: BaseException) -> bool:
-    """Return whether an error says that a newer data cluster has taken over."""
+def is_taken_over(error: BaseException) -> bool:
+    """Return whether an error, perhaps one of a worker of Spark, says that a newer data cluster has taken over."""
     if isinstance(error, LogServerFailed):
         return is_fenced(str(error.__cause__))
-    return isinstance(error, Fenced) or f"{Fenced.__module__}.{Fenced.__name__}: " in str(error)
+    return isinstance(error, TakenOver) or f"{TakenOver.__module__}.{TakenOver.__name__}: " in str(error)
 
 
 class Failures:

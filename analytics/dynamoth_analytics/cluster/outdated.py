@@ -36,7 +36,7 @@ class OutdatedInterests:
     def end(self, publisher: ResultPublisher, table: InterestTable) -> None:
         """Publish to the interests that do not fit, in an execution, unless that is done.
 
-        Raises LogServerFailed and Fenced; call it again then, with the same execution or a later one.
+        Raises LogServerFailed and TakenOver; call it again then, with the same execution or a later one.
         """
         unfit = table.unfit()
         self._ended &= unfit.keys()  # one that was forgotten and comes back is ended again

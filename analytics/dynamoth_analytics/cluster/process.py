@@ -19,13 +19,13 @@ from pyspark.sql import SparkSession
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
-from dynamoth_analytics.cluster.ending import is_asked_to_end, java_ignores_sigterm
-from dynamoth_analytics.cluster.failures import TakenOver, reason_of
+from dynamoth_analytics.cluster.failures import reason_of
 from dynamoth_analytics.cluster.identity import WrongFolder
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.metrics import collect, collect_ingest
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.servers import LogServers, TakenOver
+from dynamoth_analytics.cluster.signals import is_asked_to_end, java_ignores_sigterm
 from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
 from dynamoth_analytics.session import check_session, open_session

@@ -25,8 +25,7 @@ from dynamoth.data.results import result_payload, too_large_payload
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import Appended, LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
 from dynamoth.edge.publications import LoggedPublication, pack_publication
-from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
 from dynamoth_client.asyncio import Redis
 from dynamoth_client.asyncio import from_url as connect
 
@@ -49,12 +48,6 @@ COUNTS_SCHEMA = ", ".join(f"{name} long" for name in COUNTS)
 """The schema of ``ResultPublisher.publish``, as Spark's DDL."""
 
 _log = logging.getLogger("dynamoth.data-cluster")
-
-
-class Fenced(DynamothError):
-    """Raised when a data cluster with a larger term has taken over: this one has to end."""
-
-    code = "fenced"
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ class ResultPublisher:
     def publish_payloads(self, payloads: Iterable[tuple[str, bytes]]) -> Counter[str]:
         """Publish one payload for each of these interests, given its id; return the counts.
 
-        Raises LogServerFailed (a server has not answered for ``retry_s``) and Fenced.
+        Raises LogServerFailed (a server has not answered for ``retry_s``) and TakenOver.
         """
         counts: Counter[str] = Counter()
         by_server: dict[str, list[tuple[str, bytes]]] = {id_: [] for id_ in self.servers.ids}
@@ -159,7 +152,7 @@ class ResultPublisher:
                 return parse_appended_many(self.servers.run(server, command))
             except LogServerFailed as error:
                 if is_fenced(str(error.__cause__)):
-                    raise Fenced(f"another data cluster has taken over: {error}") from error
+                    raise TakenOver(f"another data cluster has taken over: {error}") from error
                 if time.monotonic() > deadline:
                     raise
                 _log.warning("%s; trying again", error)

@@ -41,7 +41,7 @@ from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.executions import Executions
-from dynamoth_analytics.cluster.failures import check_spark, is_fenced_by_another, reason_of
+from dynamoth_analytics.cluster.failures import check_spark, is_taken_over, reason_of
 from dynamoth_analytics.cluster.stalls import Stall
 from dynamoth_analytics.cluster.storage.checkpoints import CheckpointBase
 from dynamoth_analytics.cluster.storage.journal import write_execution
@@ -228,7 +228,7 @@ class QueryRunner:
             self._set_state("failing", reason)
 
     def _fail(self, error: BaseException) -> None:
-        if is_fenced_by_another(error):
+        if is_taken_over(error):
             self._context.fenced.set()
             return
         if self._context.stopping.is_set():

@@ -23,13 +23,12 @@ from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.dropping import end_dropped
-from dynamoth_analytics.cluster.failures import Failures, TakenOver, check_spark, reason_of
+from dynamoth_analytics.cluster.failures import Failures, check_spark, reason_of
 from dynamoth_analytics.cluster.identity import check_identity
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
-from dynamoth_analytics.cluster.publishing import Fenced
 from dynamoth_analytics.cluster.query_runner import QueryRunner
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
 from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.storage.archive import Archiver
 from dynamoth_analytics.cluster.storage.retention import Needs, needs_of, unneeded
@@ -245,10 +244,7 @@ class ClusterRunner:
         """Publish to the users of dropped queries that they were dropped."""
         for name in catalog.dropped_queries - self._ended:
             with failures.kept():
-                try:
-                    end_dropped(context, name)
-                except Fenced as error:
-                    raise TakenOver(str(error)) from error
+                end_dropped(context, name)
                 self._ended.add(name)
 
     def _start_missing(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:

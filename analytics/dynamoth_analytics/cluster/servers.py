@@ -40,6 +40,12 @@ class LogServerFailed(DynamothError):
     code = "log-server"
 
 
+class TakenOver(DynamothError):
+    """Raised when a newer data cluster works with the same log servers, which refuse this one: it has to end."""
+
+    code = "taken-over"
+
+
 @cache
 def _connections(url: str, tls: tuple[tuple[str, str], ...]) -> redis.Redis:
     """Return the connections of this process to a server."""

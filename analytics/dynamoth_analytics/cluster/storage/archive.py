@@ -31,8 +31,7 @@ from dynamoth.data.datasets import Dataset, dead_letters
 from dynamoth.data.records import Record, partition_keys, partition_name
 from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.failures import TakenOver
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
 from dynamoth_analytics.cluster.storage.archive_files import day_files, days, file_name, forget, last_archived
 from dynamoth_analytics.cluster.storage.batches import OFFSET, record_schema, to_batch, write_file
 from dynamoth_analytics.cluster.storage.durable_files import make_folder
