@@ -133,7 +133,7 @@ class Definitions:
         return actions
 
     def _take(self, place: tuple[bytes, str], known: _Known, entry: Entry) -> None:
-        """Take what one server says, if it is newer than what is known."""
+        """Note the entry of one server, if it is newer than the known one."""
         if entry.version <= known.version:
             return
         known.version, known.definition = entry.version, None

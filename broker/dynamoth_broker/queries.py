@@ -132,7 +132,7 @@ class Queries:
         together[interest.id] = interest, max(keep_s, before_s)
 
     def flush(self, now: float) -> list[BrokerAction]:
-        """Register what an event has gathered: one command for each query and server."""
+        """Register the interests of an event: one command for each query and server."""
         actions: list[BrokerAction] = []
         while self._to_register:
             (query, server), interests = self._to_register.popitem()

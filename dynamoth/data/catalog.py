@@ -35,7 +35,7 @@ return false
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the catalog says about one name. ``definition`` is None for what was dropped."""
+    """The entry of one name in the catalog. ``definition`` is None where it was dropped."""
 
     version: int
     definition: Mapping[str, Any] | None
@@ -145,7 +145,7 @@ def catalog_of(datasets: Mapping[str, Entry], queries: Mapping[str, Entry]) -> C
 
 
 def _definition(entry: Entry) -> dict[str, Any] | None:
-    """Return a definition with its version; None for what was dropped. Raises ConfigError."""
+    """Return a definition with its version; None where it was dropped. Raises ConfigError."""
     if entry.fault:
         raise ConfigError(entry.fault)
     return None if entry.definition is None else {**entry.definition, "version": entry.version}

@@ -59,7 +59,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the checkpoint in the folder says."""
+    """The contents of the checkpoint in the folder."""
 
     #: The execution before its first one.
     base: int
@@ -251,7 +251,7 @@ def parse_progress(reply: Any) -> Progress | None:
     return Progress(int(values["execution"]), window, bool(values["done"]), bool(values.get("dropped")))
 
 
-# What people see.
+# Status, for people.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Stores what applications publish on ``d:NAME``, the channel of a dataset.
+"""Stores the records that applications publish on ``d:NAME``, the channel of a dataset.
 
 Theory of operation
 -------------------
@@ -72,11 +72,11 @@ class Ingest:
         self._readers: dict[str, asyncio.Task[None]] = {}
         #: Datasets whose channel was subscribed to successfully.
         self.subscribed: set[str] = set()
-        #: What does not work now, by dataset; "" is the catalog.
+        #: Present faults, by dataset; "" is the catalog.
         self.faults: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Store what is published, until this is cancelled. Faults are logged, and tried again."""
+        """Store published records, until this is cancelled. After a fault, which is logged, it tries again."""
         client = connect(self._cluster_url)
         try:
             async with self._writer:
@@ -90,7 +90,7 @@ class Ingest:
             await client.aclose()
 
     async def _follow(self, client: Redis) -> None:
-        """Begin to read new datasets, and end what reads those that are gone."""
+        """Start a reader for each new dataset, and end the readers of datasets that are gone."""
         try:
             catalog = await self._writer.catalog()
         except DynamothError as error:
@@ -112,7 +112,7 @@ class Ingest:
             _log.error("a reader has ended because of a bug, and begins again: please report this line", exc_info=error)
 
     async def _read(self, client: Redis, name: str) -> None:
-        """Store what is published for one dataset, until this is cancelled."""
+        """Store the records that are published for one dataset, until this is cancelled."""
         try:
             while True:
                 try:
@@ -164,7 +164,7 @@ class Ingest:
             self._count_lost(name, len(records))
 
     def _count_lost(self, name: str, count: int) -> None:
-        """Count what a reader has not stored when it ends; some of it may be stored."""
+        """Count the messages that a reader may not have stored when it ends."""
         if count:
             self.counts["missing"] += count
             _log.warning("a reader of dataset %s ends: %d messages may be missing", name, count)
@@ -193,7 +193,7 @@ class Ingest:
         return again
 
     def _note(self, name: str, fault: str | None) -> None:
-        """Remember what does not work, and log it once; and that it works again."""
+        """Note a fault, None: there is none any more. Beginning and end of a fault are logged once."""
         before = self.faults.get(name)
         what = f"dataset {name}" if name else "the catalog"
         if fault is None:

@@ -1,4 +1,4 @@
-"""The interest table of each query: a Parquet file for Spark, kept current from what brokers register."""
+"""The interest table of each query: a Parquet file for Spark, which follows the registrations of brokers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class InterestTable:
         return sum(len(mirror.registrations) for mirror in self._mirrors.values())
 
     def refresh(self) -> None:
-        """Read what has changed. Raises LogServerFailed."""
+        """Read the changes at all log servers. Raises LogServerFailed."""
         with self._lock:
             for id_, mirror in self._mirrors.items():
                 self._read(id_, mirror)
@@ -160,7 +160,7 @@ class InterestTable:
             _log.warning(text, id_, len(lost), self._query.name)
 
     def _put(self, mirror: _Mirror, registration: Registration) -> None:
-        """Take what a server says about one interest."""
+        """Note a registration of one interest, or its end."""
         self._is_changed = True
         interest_id = registration.interest_id
         mirror.rows.pop(interest_id, None)

@@ -47,8 +47,8 @@ JAVA_OPTIONS = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000"
     " -XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
 )
-"""Ten times the defaults: Java optimizes less of what executions of small windows call a few times. That saves a fifth
-of its CPU time on two cores, and large windows take as long as before (``bench.small_windows``,
+"""Ten times the defaults: Java optimizes less code that executions of small windows call only a few times. That saves a
+fifth of its CPU time on two cores, and large windows take as long as before (``bench.small_windows``,
 ``bench.data_cluster``).
 """
 
@@ -159,7 +159,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         #: Set when the runner has a term.
         self._begun = asyncio.Event()
         self._ingesting: asyncio.Future[None] | None = None
-        #: What does not work now, by kind of work.
+        #: Present faults, by kind of work.
         self._faults: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(5, "data-cluster")
 
@@ -187,7 +187,7 @@ class DataClusterProcess(DaemonProcess[Any]):
             self._threads.shutdown()
 
     async def _keep_ingesting(self) -> None:
-        """Store what is published once this data cluster has begun: another one may do so until then."""
+        """Store published records, once this data cluster has begun: another one may do so until then."""
         await self._begun.wait()
         await self._ingest.run()
 
@@ -232,7 +232,7 @@ class DataClusterProcess(DaemonProcess[Any]):
     # The parts of a daemon.
 
     def shut_down(self) -> None:
-        """End; what fails from now on, as parts of Spark may have ended already, is no fault of a query."""
+        """End. Failures from now on are no faults of queries, as parts of Spark may have ended already."""
         self._runner.prepare_stop()
         super().shut_down()
 
@@ -257,7 +257,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         return {"folder": str(self._folder)}
 
     def why_not_ready(self) -> str | None:
-        """Return what does not work now. A query that fails is shown by metrics and status: others are executed."""
+        """Return the present faults. A query that only fails is not among them: see its status, and the metrics."""
         faults = [f"{name}: {reason}" for name, reason in self._faults.items()]
         queries = self._runner.queries().items()
         faults += [f"query {name} is stalled: {each.status.reason}" for name, each in queries if each.is_stalled]

@@ -143,7 +143,7 @@ class QueryRunner:
             self._set_state("running")
 
     def _waits_for(self) -> str:
-        """Return what does not happen, though there is something to execute; empty: there is nothing."""
+        """Return what the query waits for, as text, though there is something to execute; empty: there is nothing."""
         if self.is_failing or self._stopping.is_set():
             return ""
         if self._executing.locked():
@@ -211,7 +211,7 @@ class QueryRunner:
         self._set_state("running")
 
     def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None, end: WindowEnd) -> Progress:
-        """Go on behind ``end``; return what is given up, which the journal has as an execution without results."""
+        """Give up the records up to ``end``, with an execution without results, in the journal; return that."""
         skipped, context = give_up(progress, checkpoint, end, _now_ms()), self._context
         values = {
             "execution": skipped.execution, "version": self.query.version, "start": skipped.window.start,
@@ -222,7 +222,7 @@ class QueryRunner:
         return skipped
 
     def show_failure(self, error: BaseException) -> None:
-        """Show why the query cannot be started: the next call of ``keep_running`` may succeed."""
+        """Show people why the query cannot be started: the next call of ``keep_running`` may succeed."""
         reason, self._could_not_start = reason_of(error), True
         if (self.status.state, self.status.reason) != ("failing", reason):
             self._set_state("failing", reason)

@@ -342,7 +342,7 @@ def _is_same(one: _Definitions | None, other: _Definitions) -> bool:
 
 
 def _comparable(datasets: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Return definitions without what changes when a dataset is only loaded again."""
+    """Return definitions without the settings that change when a static dataset is loaded again."""
     return {
         name: replace(each, loaded=0, version=0) if each.kind == "static" else each for name, each in datasets.items()
     }

@@ -168,7 +168,7 @@ class LogServers:
 
 
 def _explained(url: str, error: redis.exceptions.RedisError) -> str:
-    """Return what has failed, with cause and cure where a connection was not made, as links say it."""
+    """Return the reason of an error, with cause and cure where a connection was not made, as links say it."""
     address, text, before = parse_server_url(url), str(error), error.__cause__ or error.__context__
     if isinstance(error, redis.exceptions.AuthenticationError):
         return str(diagnose_reply(address, address.username, "WRONGPASS" if address.password else "NOAUTH"))

@@ -78,7 +78,7 @@ class _Published(WriterCommitMessage):
 
 @dataclass(frozen=True)
 class _Sink:
-    """What the options say."""
+    """Publishes the rows of tasks, as the options say."""
 
     url: str
     servers: LogServers | None

@@ -1,4 +1,4 @@
-"""What cannot be computed is NULL: values of one user or record neither fail a query for all, nor give a wrong result.
+"""Makes values that cannot be computed NULL: one user or record neither fails a query for all, nor makes it wrong.
 
 Spark has two ways. With ANSI mode, ``a / 0`` and an overflow fail the whole execution, so all users wait. Without it,
 which is what sessions here have, most of that is NULL, but sums and products of integers wrap, and casts of numbers
@@ -49,9 +49,10 @@ LONE_BACKSLASH, WITHOUT_IT = r"(\\[%_\\])|\\", "$1"
 
 
 def give_null_for_wrong(query: StandingQuery, tree: exp.Select) -> None:
-    """Replace what wraps or fails, in a statement whose functions have the names of Spark's. Raises ConfigError.
+    """Replace operators and functions that wrap or fail by those that give NULL. Raises ConfigError.
 
-    What is inside of ``near`` stays as it is: there are floats, and ``near`` has to know bounds.
+    The functions of the statement have the names that Spark gives them. The arguments of ``near`` stay as they are:
+    they are floats, and ``near`` has to know their bounds.
     """
     for node in list(tree.walk(bfs=False))[::-1]:  # what is inside comes first
         if not _is_in_distance(node):

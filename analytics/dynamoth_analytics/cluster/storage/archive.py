@@ -60,7 +60,7 @@ class ArchivingFailed(DynamothError):
 
 
 class Archiver:
-    """Copies what is stored at Redis to Parquet files, and trims it there.
+    """Copies records from Redis to Parquet files, and trims them at Redis.
 
     Args:
         servers: the log servers.

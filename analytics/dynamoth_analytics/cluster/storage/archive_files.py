@@ -1,4 +1,4 @@
-"""The files of the archive: their names, and what is in them.
+"""The files of the archive: their names, and the records in them.
 
 Theory of operation
 -------------------

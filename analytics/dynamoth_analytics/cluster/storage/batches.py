@@ -1,4 +1,4 @@
-"""Records as Arrow batches: what the archive has, and what Spark gets."""
+"""Records as Arrow batches, for the archive and for Spark."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 

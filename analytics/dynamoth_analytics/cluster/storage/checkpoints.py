@@ -27,7 +27,7 @@ WINDOWS_KEPT = 100
 
 @dataclass(frozen=True)
 class CheckpointBase:
-    """What ``base.json`` says."""
+    """Where a checkpoint begins: the contents of ``base.json``."""
 
     #: The execution before the first one.
     execution: int
@@ -77,7 +77,7 @@ class CheckpointFolder:
             shutil.rmtree(self._folder)
 
     def read(self) -> Checkpoint | None:
-        """Return what it says; None if there is none. Raises OSError."""
+        """Return its contents; None if there is none. Raises OSError."""
         base = self.base()
         if base is None:
             return None

@@ -1,4 +1,4 @@
-"""Reads a range of a partition's records: from its stream at Redis, and what was trimmed there from the archive.
+"""Reads a range of a partition's records: from its stream at Redis, and trimmed records from the archive.
 
 What counts as a loss
 ---------------------
@@ -114,7 +114,7 @@ class _Gaps:
     fail_on_loss: bool
 
     def read(self, after: int, until: int, *, is_end: bool = False) -> Iterator[Any]:
-        """Yield what the archive has behind ``after`` and up to ``until``.
+        """Yield the archived records behind ``after`` and up to ``until``.
 
         Raises RecordsLost where records are missing. ``is_end``: there is a record at ``until``.
         """
