@@ -51,7 +51,8 @@ _NO_DATASET = Outcome(
     "unknown_dataset", "there is no such dataset, or it is static, or has dead letters: nobody publishes there"
 )
 _NO_DEFINITION = Outcome(
-    "log_unavailable", "the definition of the dataset is not known, as log servers do not answer: nothing is stored"
+    "log_unavailable",
+    "the definition of the dataset is not known: log servers do not answer, or it cannot be read; nothing is stored",
 )
 _DOWN = Outcome("log_unavailable", "the log server of this record does not answer: nothing is stored")
 

@@ -28,7 +28,7 @@ _COUNTERS = {
     "acks_ignored": "Acknowledgements of users that are of no stored subscription, or of what the log does not have",
     "interests_refused": "Subscriptions that were refused for now, as a user had too many new interests registered",
     "queries_refused": "Subscriptions to standing queries that do not exist, or whose parameters do not fit",
-    "definitions_malformed": "Definitions of datasets and queries that could not be read: they count as missing",
+    "definitions_malformed": "Definitions of datasets and queries that could not be read: users are to try again later",
     "records_stored": "Records of users that were stored, those among the dead letters included",
     "records_duplicate": "Records of users that were stored before",
     "records_refused": "Records of users that do not belong to their dataset: they are among the dead letters",
