@@ -31,7 +31,7 @@ from dynamoth_analytics.cluster.servers import LogServers
 from dynamoth_analytics.cluster.storage.batches import ARRIVED, PARTITION, record_schema, with_columns_of
 from dynamoth_analytics.cluster.storage.loads import LoadCopies
 from dynamoth_analytics.cluster.storage.reading import read_range
-from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots, SnapshotBase
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots, SnapshotBase, are_at_most, own_offsets
 from dynamoth_analytics.files import arrow, parquet
 
 RECORDS_MAX = 20_000
@@ -72,9 +72,6 @@ class _Snapshot:
 
     offsets: Mapping[str, int]
     rows: Any
-
-    def is_at_most(self, offsets: Mapping[str, int]) -> bool:
-        return all(offset <= offsets.get(name, 0) for name, offset in self.offsets.items())
 
 
 class SmallWindows:
@@ -154,12 +151,12 @@ class SmallWindows:
             known = [
                 each for each in self._snapshots.get(dataset.name, []) if each.rows.schema == record_schema(dataset)
             ]
-            newest = next((each for each in reversed(known) if each.is_at_most(end)), None)
+            newest = next((each for each in reversed(known) if are_at_most(each.offsets, end)), None)
             base = self._bases.base_of(dataset, end)
             # A base is newer where no window has ended for a while, or where records were lost after the last one.
             if newest is None or (base is not None and not base.is_at_most(newest.offsets)):
                 newest = self._read_base(dataset, base)
-            own = {name: end.get(name, 0) for name in partition_names(dataset)}
+            own = own_offsets(dataset, end)
             if newest is not None and newest.offsets == own:
                 return newest.rows
             changes = None if newest is None else self._read(dataset, newest.offsets, end, CHANGES_MAX)

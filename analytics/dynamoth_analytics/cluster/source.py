@@ -95,7 +95,7 @@ class _Place:
         """Return the ranges between offsets, one for each partition that has new records."""
         found: list[_Range] = []
         for number in range(self.dataset.partitions):
-            name = f"{self.dataset.stream}/{number}"
+            name = partition_name(self.dataset.stream, number)
             after, until = start.get(name, 0), end.get(name, 0)
             if until > after:
                 found.append(_Range(number, after, until))

@@ -59,7 +59,17 @@ class SnapshotBase:
 
     def is_at_most(self, offsets: Mapping[str, int]) -> bool:
         """Return whether a snapshot as of these offsets can begin with it."""
-        return all(offset <= offsets.get(name, 0) for name, offset in self.offsets.items())
+        return are_at_most(self.offsets, offsets)
+
+
+def are_at_most(offsets: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    """Return whether no offset is behind the one of the same partition among others."""
+    return all(offset <= others.get(name, 0) for name, offset in offsets.items())
+
+
+def own_offsets(dataset: Dataset, offsets: Mapping[str, int]) -> dict[str, int]:
+    """Return the offsets of a dataset's partitions, among those of several datasets."""
+    return {name: offsets.get(name, 0) for name in partition_names(dataset)}
 
 
 class KeyedSnapshots:
@@ -82,7 +92,7 @@ class KeyedSnapshots:
         self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
     ) -> DataFrame:
         base = self.base_of(dataset, offsets)
-        if base is not None and base.is_of({name: offsets.get(name, 0) for name in partition_names(dataset)}):
+        if base is not None and base.is_of(own_offsets(dataset, offsets)):
             schema = from_arrow_schema(record_schema(dataset))  # a field may be newer than the base
             found: DataFrame = spark.read.schema(schema).parquet(str(base.folder / "rows"))
             return found
@@ -124,9 +134,8 @@ class KeyedSnapshots:
 
         Raises OSError and errors of Spark.
         """
-        own = {name: offsets.get(name, 0) for name in partition_names(dataset)}
         with self._locks[dataset.name]:
-            self._write(spark, dataset, own, {**self._options, "fail_on_loss": "false"})
+            self._write(spark, dataset, own_offsets(dataset, offsets), {**self._options, "fail_on_loss": "false"})
 
     def base_of(self, dataset: Dataset, offsets: Mapping[str, int]) -> SnapshotBase | None:
         """Return the base with which a snapshot as of these offsets begins; None: it begins with the first record."""
