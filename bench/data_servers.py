@@ -20,7 +20,7 @@ from bench.processors import cpu_s, resident_mib
 from bench.servers import store_plan
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.progress import begin_progress_command, executions_server
+from dynamoth.data.progress import begin_progress_command, query_server
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import append_records_command, partition_name, partition_of
 from dynamoth.data.registrations import REGISTRATIONS_PER_COMMAND_MAX, register_command
@@ -50,7 +50,7 @@ class DataServers:
         """Register datasets and queries; a query is about the records that are stored from then on."""
         for each in definitions:
             if isinstance(each, StandingQuery):
-                server, now = executions_server(each.name, self.servers.ids), self.servers.tips(self._partitions())
+                server, now = query_server(each.name, self.servers.ids), self.servers.tips(self._partitions())
                 self.servers.run(server, begin_progress_command(each.name, {"tick_ms": 0, "offsets": now}))
             key = QUERIES_KEY if isinstance(each, StandingQuery) else DATASETS_KEY
             for id_ in self.servers.ids:

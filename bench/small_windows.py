@@ -25,7 +25,7 @@ from typing import Any
 from bench.data_servers import DataCluster, DataServers
 from dynamoth.data.datasets import read_dataset
 from dynamoth.data.queries import read_query
-from dynamoth_analytics.cluster.archive import Archiver
+from dynamoth_analytics.cluster.storage.archive import Archiver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from emergency.reports import TYPES

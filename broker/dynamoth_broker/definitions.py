@@ -3,7 +3,7 @@
 A definition is read when it is needed, and believed for ``BELIEVED_S``. Whoever asks for one that is being read waits
 for the same answer. The latest version of any server counts: a server that was away may have an older one. That there
 is no definition is believed only if all servers say so: one that has lost its data knows nothing of those that others
-have.
+have. A definition that this broker cannot read, as that of a newer version, is there: users are to try again later.
 
 A name that no definition can have is not asked for: users choose it. Of names without a definition, the latest
 ``UNKNOWN_MAX`` are remembered.
@@ -27,19 +27,19 @@ from dynamoth_broker.events import BrokerAction
 from dynamoth_broker.logs import Logs
 
 BELIEVED_S = 5.0
-"""So long after a definition has changed, a broker may still go by the former one."""
+"""A broker may still go by a former definition for this time after a change."""
 
 UNKNOWN_MAX = 1000
 """Names without a definition that are remembered: users who ask for them again cost no command."""
 
 UNAVAILABLE = "unavailable"
-"""In place of a definition: it is not known, and not all log servers have answered."""
+"""In place of a definition: not all log servers have answered, or this broker cannot read it."""
 
-Definition = Dataset | StandingQuery | None
-"""A definition; None where the catalog has none of this name."""
+Definition = Dataset | StandingQuery | str | None
+"""A definition, or ``UNAVAILABLE``; None where the catalog has none of this name."""
 
 OnDefinition = Callable[[Any, float], Sequence[BrokerAction]]
-"""Gets a definition, or ``UNAVAILABLE``, and the time."""
+"""Gets a definition, as ``Definition`` says, and the time."""
 
 
 @dataclass(slots=True)
@@ -111,9 +111,10 @@ class Definitions:
         try:
             if reply is not None and not isinstance(reply, ErrorReply):
                 (value,) = read_array(reply)
+                entry = None if value is None else parse_entry(read_bytes(value))
                 known.answers += 1
-                if value is not None:
-                    self._take(place, known, parse_entry(read_bytes(value)))
+                if entry is not None:
+                    self._take(place, known, entry)
         except (MalformedMessage, ValueError):
             self._counters["malformed"] += 1
         if known.unanswered:
@@ -133,7 +134,7 @@ class Definitions:
         return actions
 
     def _take(self, place: tuple[bytes, str], known: _Known, entry: Entry) -> None:
-        """Take what one server says, if it is newer than what is known."""
+        """Note the entry of one server, if it is newer than the known one."""
         if entry.version <= known.version:
             return
         known.version, known.definition = entry.version, None
@@ -145,3 +146,4 @@ class Definitions:
             known.definition = read_query(name, values) if key == QUERIES_KEY else read_dataset(name, values)
         except ConfigError:
             self._counters["definitions_malformed"] += 1
+            known.definition = UNAVAILABLE

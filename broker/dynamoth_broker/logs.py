@@ -294,7 +294,7 @@ class Logs:
 
     @staticmethod
     def _forget(server: _LogServer, read: _Read) -> bool:
-        """Forget a read that is answered or given up; tell whether it was still waited for."""
+        """Forget a read that is answered or given up; return whether it was still waited for."""
         if read not in server.reads:
             return False
         del server.reads[read]

@@ -8,8 +8,9 @@ interest is. All that a user needs to go on elsewhere is at the user, so a broke
 *Parts.* ``Users`` has the connections and their tokens, ``Subscribing`` the subscriptions and the shared interests, and
 ``Delivery`` brings publications to them. ``Publishing`` publishes for users, ``Positions`` stores what they
 acknowledge, ``Presence`` has the members, and ``Moves`` moves users and drains the broker. ``Logs`` speaks to the log
-servers, ``TipChecks`` compares the ends of logs, and ``Control`` speaks to coordinators and operators. The machine
-hands each event to the part that it concerns, and returns the actions.
+servers, ``TipChecks`` compares the ends of logs, and ``Control`` speaks to coordinators and operators. With a data
+cluster, ``Records`` stores records for users, ``Queries`` registers the interests of standing queries, and both look
+definitions up in ``Definitions``. The machine hands each event to the part that it concerns, and returns the actions.
 
 *One event.* ``handle`` works in this order:
 
@@ -84,15 +85,13 @@ from dynamoth_broker.logs import LINK_PREFIX, Logs
 from dynamoth_broker.moves import Moves
 from dynamoth_broker.positions import Positions
 from dynamoth_broker.presence import Presence
-from dynamoth_broker.publishing import NO_DATASETS, Publishing
+from dynamoth_broker.publishing import NO_DATASETS, NOT_ALLOWED, Publishing
 from dynamoth_broker.queries import Queries
 from dynamoth_broker.records import Outcome, Records
 from dynamoth_broker.sessions import Session
 from dynamoth_broker.subscribing import Subscribing
 from dynamoth_broker.tips import TipChecks
 from dynamoth_broker.users import Users
-
-NOT_ALLOWED = "the token does not allow to publish here"
 
 
 class BrokerMachine:
@@ -104,7 +103,7 @@ class BrokerMachine:
         Args:
             options: of the broker.
             incarnation: random, and new with each start.
-            unix_offset: Unix time less the time that ``handle`` gets.
+            unix_offset: Unix time less the time that ``handle`` gets, in seconds.
 
         """
         self._options = options

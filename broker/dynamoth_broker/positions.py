@@ -41,7 +41,7 @@ _Batch = list[tuple[str, bytes, Position]]
 
 
 def is_known(subscription: Subscription, position: Position) -> bool:
-    """Tell whether this broker knows that the log has come to a position."""
+    """Return whether this broker knows that the log has come to a position."""
     interest = subscription.interest
     is_present = subscription.stage is not Stage.WAITING and position.epoch == interest.epoch
     return is_present and position.offset <= max(interest.tip, subscription.cursor)  # its own may be ahead

@@ -16,6 +16,7 @@ from dynamoth_broker.records import Records
 from dynamoth_broker.sessions import Session
 
 NO_DATASETS = "this broker has no datasets: see broker.data_cluster"
+NOT_ALLOWED = "the token does not allow to publish here"
 
 
 class Publishing:
@@ -32,7 +33,7 @@ class Publishing:
         interest, ref, connection = request.channel, request.ref, session.connection
         is_record = interest.name.startswith(DATASET_PREFIX)
         if not session.grant.may_publish(interest.name) or (interest.is_reserved and not is_record):
-            return [Transmit(connection, Error("forbidden", "the token does not allow to publish here", ref=ref))]
+            return [Transmit(connection, Error("forbidden", NOT_ALLOWED, ref=ref))]
         if is_record:
             if self._records is not None:
                 return self._records.publish(session, request, now)

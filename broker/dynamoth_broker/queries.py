@@ -36,11 +36,11 @@ from dynamoth_broker.logs import Logs
 from dynamoth_broker.new_interests import NewInterests
 from dynamoth_broker.sessions import Subscription
 
-RENEW_PART = 0.25
-"""Interests with users are renewed when this part of their time is over."""
+RENEW_RATIO = 0.25
+"""An interest with users is renewed when this part of its ``keep_s`` has passed."""
 
 LOOK_S = 1.0
-"""Interests that are to be renewed are looked for this often."""
+"""A broker looks this often which interests to renew."""
 
 
 class Queries:
@@ -64,10 +64,11 @@ class Queries:
         self._interests = interests
         self._timers = timers
         self._counters = counters
-        #: When each interest is to be renewed, and for how long; and who waits for a registration.
+        #: By interest id, of those that are registered: when they are renewed, and for how many seconds.
         self._renew_at: dict[str, tuple[float, float]] = {}
+        #: Subscriptions that wait for a registration, by interest id.
         self._waiting: dict[str, list[Subscription]] = {}
-        #: Interests to register with the next flush, by query and log server.
+        #: Interests to register with the next flush, by query and log server, then by id; and for how many seconds.
         self._to_register: dict[tuple[str, str], dict[str, tuple[SharedInterest, float]]] = {}
         self._is_looking = False
         self._new = NewInterests(options.new_interests_per_hour_max)
@@ -131,7 +132,7 @@ class Queries:
         together[interest.id] = interest, max(keep_s, before_s)
 
     def flush(self, now: float) -> list[BrokerAction]:
-        """Register what an event has gathered: one command for each query and server."""
+        """Register the interests of an event: one command for each query and server."""
         actions: list[BrokerAction] = []
         while self._to_register:
             (query, server), interests = self._to_register.popitem()
@@ -150,7 +151,7 @@ class Queries:
         actions: list[BrokerAction] = []
         for interest, keep_s in registered:
             if not has_failed:
-                self._renew_at[interest.id] = now + keep_s * RENEW_PART, keep_s
+                self._renew_at[interest.id] = now + keep_s * RENEW_RATIO, keep_s
                 self._new.note(interest.id, now + keep_s, now)
             for subscription in self._waiting.pop(interest.id, ()):
                 if subscription.is_ended:
@@ -187,7 +188,7 @@ class Queries:
             _, keep_s = self._renew_at.pop(interest_id)
             if interest is not None and interest.users:
                 # It is tried again at the next look, unless the answer comes before.
-                self._renew_at[interest_id] = now + min(LOOK_S, keep_s * RENEW_PART), keep_s
+                self._renew_at[interest_id] = now + min(LOOK_S, keep_s * RENEW_RATIO), keep_s
                 self._register(interest, keep_s)
         self._is_looking = bool(self._renew_at)
         if self._is_looking:

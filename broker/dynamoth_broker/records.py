@@ -38,7 +38,7 @@ Code = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has become of a record, and why."""
+    """What became of a record; for one that is not stored, why."""
 
     code: Code
     reason: str = ""
@@ -51,7 +51,8 @@ _NO_DATASET = Outcome(
     "unknown_dataset", "there is no such dataset, or it is static, or has dead letters: nobody publishes there"
 )
 _NO_DEFINITION = Outcome(
-    "log_unavailable", "the definition of the dataset is not known, as log servers do not answer: nothing is stored"
+    "log_unavailable",
+    "the definition of the dataset is not known: log servers do not answer, or it cannot be read; nothing is stored",
 )
 _DOWN = Outcome("log_unavailable", "the log server of this record does not answer: nothing is stored")
 
@@ -66,7 +67,7 @@ class _Waiting:
 
 
 class Records:
-    """The records of one broker's users. ``unix_offset`` is Unix time less the machine's time."""
+    """Stores the records of one broker's users. ``unix_offset`` is Unix time less the machine's time, in seconds."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Records:
         self._to_store: dict[tuple[Dataset, int], list[_Waiting]] = {}
 
     def publish(self, session: Session, request: PublishRequest, now: float) -> list[BrokerAction]:
-        """Store a record that a user publishes on ``d:NAME``; the user is answered then."""
+        """Store a record that a user publishes on ``d:NAME``; the user gets the answer when the outcome is known."""
         name = request.channel.name.removeprefix(DATASET_PREFIX)
         connection, ref = session.connection, request.ref
 
@@ -102,7 +103,11 @@ class Records:
         return self.store(name, request.payload, session.grant.user, answer, now)
 
     def store(self, name: str, record: bytes, subject: str, on_outcome: OnOutcome, now: float) -> list[BrokerAction]:
-        """Store a record of a user whose token has this subject."""
+        """Store a record of a user whose token has this subject.
+
+        ``on_outcome`` gets what became of it: at once where it is refused, else when its log server has answered or is
+        lost. The record is sent with the next ``flush``.
+        """
         found = partial(self._found, record, subject, on_outcome)
         return self.definitions.dataset(name, found, now)
 
@@ -134,7 +139,7 @@ class Records:
         return []
 
     def flush(self, now: float) -> list[BrokerAction]:
-        """Send what an event has gathered."""
+        """Send the records of an event, those of each partition in commands of ``RECORDS_PER_COMMAND_MAX`` at most."""
         actions: list[BrokerAction] = []
         while self._to_store:
             (dataset, partition), waiting = self._to_store.popitem()
@@ -157,7 +162,7 @@ class Records:
             outcomes = [Outcome("dataset_full" if is_full(text) else "log_unavailable", reason)] * len(waiting)
         elif reply is not None:
             try:
-                offsets = parse_appended_records(reply)
+                offsets = parse_appended_records(reply, len(waiting))
                 outcomes = [Outcome("stored" if offset else "duplicate") for offset in offsets]
             except MalformedMessage:
                 self._counters["malformed"] += 1

@@ -23,7 +23,7 @@ from dynamoth.data.catalog import (
     stored_value,
 )
 from dynamoth.data.datasets import DEAD_SUFFIX, PARTITIONS_MAX, Dataset, read_dataset
-from dynamoth.data.progress import WindowEnd, begin_again_command, begin_progress_command, executions_server
+from dynamoth.data.progress import WindowEnd, begin_again_command, begin_progress_command, query_server
 from dynamoth.data.queries import KEEP_S_MIN, StandingQuery, canonical_values, read_query
 from dynamoth.data.records import (
     finish_load_command,
@@ -161,7 +161,7 @@ def check_change(before: Dataset, after: Dataset) -> None:
 def check_queries(queries: Mapping[str, StandingQuery], datasets: Mapping[str, Dataset]) -> list[str]:
     """Compile queries, where Spark is installed; return warnings. Raises ConfigError."""
     try:
-        from dynamoth_analytics.cluster.sql import compile_query
+        from dynamoth_analytics.cluster.sql.compiled import compile_query
     except ImportError:
         return ["the SQL is not checked, as dynamoth[analytics] is not installed here: see `dynamoth query show`"]
     return [
@@ -252,7 +252,7 @@ async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, 
             reply = await links.command(partition_server(name, links.ids), tip_command(name), repeats=True)
             tips[name] = parse_tip(reply)[0]
     end: WindowEnd = {"tick_ms": 0, "offsets": tips}
-    server = executions_server(query.name, links.ids)
+    server = query_server(query.name, links.ids)
     number = 0 if query.version == 1 else round(time.time() * 1000)  # logs may know smaller ones
     await links.command(server, begin_progress_command(query.name, end, number), repeats=True)
     if query.version > 1:

@@ -210,7 +210,7 @@ class DatasetWriter:
                     rest = LogUnavailable(f"it is not stored, as those before may be missing: {error}")
                 return outcomes + [(each.index, rest) for each in records[begin + len(part) :]]
             try:
-                offsets = parse_appended_records(reply)
+                offsets = parse_appended_records(reply, len(part))
             except MalformedMessage as error:
                 unread = UnknownOutcome(str(error))
                 return outcomes + [(each.index, unread) for each in records[begin:]]

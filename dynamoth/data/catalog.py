@@ -1,8 +1,8 @@
 """The catalog: definitions of datasets and queries, stored at every log server.
 
-Each definition has a version. A server keeps the highest one that it has seen, and whoever reads several servers takes
-the highest of all: so a server that was away when a definition changed does harm to nobody, and the data cluster writes
-to it again. What is dropped stays as a version without a definition.
+Each definition has a version. A server keeps the highest one that it has seen, and a reader of several servers takes
+the highest of all. So a server that was away when a definition changed does no harm, and the data cluster brings it up
+to date. What is dropped stays as a version without a definition.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ return false
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the catalog says about one name. ``definition`` is None for what was dropped."""
+    """The entry of one name in the catalog. ``definition`` is None where it was dropped."""
 
     version: int
     definition: Mapping[str, Any] | None
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass
 class Catalog:
-    """Definitions that are known."""
+    """The definitions at the log servers, merged: see ``catalog_of``."""
 
     datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
     queries: dict[str, StandingQuery] = field(default_factory=dict[str, StandingQuery])
@@ -145,7 +145,7 @@ def catalog_of(datasets: Mapping[str, Entry], queries: Mapping[str, Entry]) -> C
 
 
 def _definition(entry: Entry) -> dict[str, Any] | None:
-    """Return a definition with its version; None for what was dropped. Raises ConfigError."""
+    """Return a definition with its version; None where it was dropped. Raises ConfigError."""
     if entry.fault:
         raise ConfigError(entry.fault)
     return None if entry.definition is None else {**entry.definition, "version": entry.version}

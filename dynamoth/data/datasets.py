@@ -41,7 +41,7 @@ PARTITIONS_MAX = 64
 RECORD_BYTES_MAX = 65_536
 """Default of the longest record."""
 SHOWN_RECORD_BYTES = 4096
-"""Of a refused record so many bytes are kept."""
+"""A dead letter keeps this many bytes of the refused record."""
 
 INT_MAX = 2**63 - 1
 SUBJECT = "$sub"
@@ -74,9 +74,11 @@ class Dataset:
     key: str = ""
     #: A field that identifies a record: one that comes again within ``duplicate_s`` is not stored again. Empty: none.
     id: str = ""
+    #: In seconds; 0: no record is a duplicate.
     duplicate_s: float = 3600.0
-    #: A field with the time of what happened. A record that is later than ``late_s`` is refused. Empty: none.
+    #: A field with the time of what happened. Empty: none.
     time: str = ""
+    #: A record whose ``time`` is longer ago than this is refused, in seconds; 0: none is.
     late_s: float = 0.0
     #: Streams over which records are spread: by key, by id, or in turn.
     partitions: int = 2
@@ -92,7 +94,7 @@ class Dataset:
 
     @property
     def stream(self) -> str:
-        """The name of its partitions: each load of a static dataset has partitions of its own."""
+        """What the names of its partitions begin with: each load of a static dataset has partitions of its own."""
         return f"{self.name}@{self.loaded}" if self.kind == "static" else self.name
 
     @cached_property
@@ -101,7 +103,9 @@ class Dataset:
         return {field.name: field for field in self.fields}
 
     def normalize(self, record: bytes, now: float, subject: str | None = None) -> tuple[bytes, str, str]:
-        """Check a record; return its stored form, its key or id for choosing a partition, and its id.
+        """Check a record; return its stored form, its key or id by which its partition is chosen, and its id.
+
+        The last two are empty where the dataset has none.
 
         Args:
             record: a JSON object in UTF-8, no key of which is there twice.
@@ -164,7 +168,7 @@ def dead_letters(name: str) -> Dataset:
 
 
 def dead_letter(record: bytes, reason: str, source: str, now: float) -> bytes:
-    """Return the stored form of the record about a refused one: reason, source, and as much of it as is kept."""
+    """Return the stored form of a dead letter: reason and source, and the beginning of the refused record."""
     values = {
         "reason": reason[:500],
         "source": source[:200],

@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Before an execution its number and its window are stored, and after it that it is done: at the log server that has the
-query (``executions_server``), besides Spark's checkpoint in a folder. Each of the two can be lost, or be older than the
+query (``query_server``), besides Spark's checkpoint in a folder. Each of the two can be lost, or be older than the
 other one (a server that has lost its last seconds, a folder that came back from a backup). ``resumption`` compares
 them: whichever is ahead counts, and a checkpoint that does not fit is begun again. So the execution that may have been
 published in part is repeated with the same number and the same window, or the next one goes on behind it.
@@ -59,7 +59,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the checkpoint in the folder says."""
+    """The contents of the checkpoint in the folder."""
 
     #: The execution before its first one.
     base: int
@@ -84,7 +84,7 @@ class Checkpoint:
         return Progress(last, Window(self.ends.get(last - 1, self.start), self.ends[last]), self.committed >= last)
 
     def fits(self, progress: Progress | None) -> bool:
-        """Tell whether it goes on where the stored progress ends, or is ahead of that."""
+        """Return whether it goes on where the stored progress ends, or is ahead of that."""
         if progress is None:
             return True
         if progress.is_dropped:
@@ -169,12 +169,12 @@ def with_new_datasets(end: WindowEnd, tips: Mapping[str, int]) -> WindowEnd:
 # Keys and commands.
 
 
-def executions_key(query: str) -> bytes:
+def progress_key(query: str) -> bytes:
     """Return the key of a query's progress: a string."""
     return DATA_PREFIX + b"{" + query.encode() + b"}:progress"
 
 
-def executions_server(query: str, servers: Sequence[str]) -> str:
+def query_server(query: str, servers: Sequence[str]) -> str:
     """Return which of the log servers has a query's progress and status (rendezvous hashing, by id)."""
     return max(servers, key=lambda server: blake2b(f"{server} query {query}".encode(), digest_size=8).digest())
 
@@ -202,7 +202,7 @@ def status_key(query: str) -> bytes:
 
 def store_progress_command(query: str, progress: Progress, term: int) -> tuple[CommandPart, ...]:
     """Return the command that stores the progress of a query; refused with ``FENCED`` for a former data cluster."""
-    return store_command(executions_key(query), _as_text(progress), term)
+    return store_command(progress_key(query), _as_text(progress), term)
 
 
 def begin_progress_command(query: str, end: WindowEnd, execution: int = 0) -> tuple[CommandPart, ...]:
@@ -210,7 +210,7 @@ def begin_progress_command(query: str, end: WindowEnd, execution: int = 0) -> tu
 
     The first execution has the number behind ``execution``: more than 0 where logs may know former ones.
     """
-    return b"SET", executions_key(query), _as_text(Progress(execution, Window(end, end), is_done=True)), b"NX"
+    return b"SET", progress_key(query), _as_text(Progress(execution, Window(end, end), is_done=True)), b"NX"
 
 
 def begin_again_command(query: str, end: WindowEnd) -> tuple[CommandPart, ...]:
@@ -243,7 +243,7 @@ def _as_text(progress: Progress) -> bytes:
 
 @parser("the progress of a query")
 def parse_progress(reply: Any) -> Progress | None:
-    """Read the reply of a GET of ``executions_key``; None where nothing is stored. Raises MalformedMessage."""
+    """Read the reply of a GET of ``progress_key``; None where nothing is stored. Raises MalformedMessage."""
     if reply is None:
         return None
     values = json.loads(read_bytes(reply))
@@ -251,7 +251,7 @@ def parse_progress(reply: Any) -> Progress | None:
     return Progress(int(values["execution"]), window, bool(values["done"]), bool(values.get("dropped")))
 
 
-# What people see.
+# Status, for people.
 
 
 @dataclass

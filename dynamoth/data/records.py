@@ -14,9 +14,9 @@ copies records to Parquet files and then trims the stream. Where it falls behind
 none is dropped.
 
 *Losses.* Offsets that follow one another without a jump are a **run**. The hash has the last offset before each run, as
-the server knew it, and the offset from which the run counts (``runs``). So a jump can be judged: whoever misses records
-asks ``PartitionState.given`` which offsets of the jump the server had given. Those are lost. A server that forgets its
-last records forgets that it gave them, too. Only somebody who saw such an offset can know, and asks
+the server knew it, and the offset from which the run counts (``runs``). So a jump can be judged: a reader that misses
+records asks ``PartitionState.given`` which offsets of the jump the server had given. Those are lost. A server that
+forgets its last records forgets that it gave them, too. Only a reader that saw such an offset can know, and asks
 ``PartitionState.has_forgotten``. The last offset of a partition is always that of a record.
 
 *Duplicates.* A producer that gets no answer sends its records again. Where the dataset has an ``id``, the script knows
@@ -101,9 +101,9 @@ class Record:
     value: bytes
 
 
-def partition_name(dataset: str, partition: int) -> str:
-    """Return the name of a partition, for texts and keys: ``reports/0``."""
-    return f"{dataset}/{partition}"
+def partition_name(stream: str, partition: int) -> str:
+    """Return the name of a partition, for texts and keys: ``reports/0``. ``stream`` is that of its dataset."""
+    return f"{stream}/{partition}"
 
 
 def partition_names(dataset: Dataset) -> list[str]:
@@ -135,8 +135,8 @@ def append_records_command(
     """Return the command that stores records in a partition.
 
     Args:
-        dataset: whose.
-        partition: which of its partitions.
+        dataset: to which the records belong.
+        partition: its number, from 0.
         records: stored form and id of each, as ``Dataset.normalize`` returns them; ``RECORDS_PER_COMMAND_MAX`` at most.
         run_id: of the process of the server at the other end; empty where the server loses nothing when it restarts.
 
@@ -150,13 +150,19 @@ def append_records_command(
 
 
 @parser("the reply of a dataset's server")
-def parse_appended_records(reply: Any) -> list[int]:
-    """Read the reply of ``append_records_command``: the offset of each record, 0 for one that was stored before."""
-    return [int(offset) for offset in read_array(reply)]
+def parse_appended_records(reply: Any, count: int) -> list[int]:
+    """Read the reply of ``append_records_command``: the offset of each record, 0 for one that was stored before.
+
+    ``count`` is how many records the command had. Raises MalformedMessage, also where the reply has another number.
+    """
+    offsets = [int(offset) for offset in read_array(reply)]
+    if len(offsets) != count:
+        raise MalformedMessage(f"the offsets of {count} records expected, not {len(offsets)}")
+    return offsets
 
 
 def is_full(error: str) -> bool:
-    """Tell whether an error of a log server refuses records because the archive has fallen behind."""
+    """Return whether an error of a log server refuses records because the archive has fallen behind."""
     return FULL in "".join(error.split()[:2])
 
 
@@ -218,7 +224,7 @@ class PartitionState:
         return sum(last - first + 1 for first, last in self.given(after, until))
 
     def has_forgotten(self, offset: int) -> bool:
-        """Tell whether the server has gone back behind an offset that somebody saw as the last one: it lost records."""
+        """Return whether the server has lost records: it is behind an offset that somebody saw as the last one."""
         return offset > self.offset or any(last < offset <= begin for last, begin in self.runs)
 
 
@@ -238,7 +244,7 @@ def parse_state(reply: Any) -> PartitionState:
 def finish_load_command(name: str, count: int) -> tuple[CommandPart, ...]:
     """Return the command that says that a partition of a load of a static dataset is complete, with ``count`` records.
 
-    Without it, a load that is gone could not be told from one without records.
+    Without it, a load that is gone would look like one without records.
     """
     return b"HSET", partition_keys(name)[0], b"records", b"%d" % count
 
@@ -266,7 +272,7 @@ def parse_latest(reply: Any) -> list[Record]:
 
 
 def is_records_script(words: Sequence[bytes]) -> bool:
-    """Tell whether a command is the script of this module."""
+    """Return whether a command is the script of this module."""
     return len(words) > 1 and words[0] == b"EVAL" and words[1] == APPEND_SCRIPT
 
 

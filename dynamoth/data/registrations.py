@@ -25,6 +25,7 @@ CHANGES_MAX = 10_000
 """Changes that the stream keeps; a reader that is farther behind reads the whole hash."""
 
 REGISTRATIONS_PER_COMMAND_MAX = 500
+"""Interests of one command: a log server executes nothing else meanwhile, some milliseconds."""
 
 REGISTER_SCRIPT = b"""redis.replicate_commands()
 local time = redis.call('TIME')
@@ -106,7 +107,7 @@ def expire_command(query: str, interest_ids: Sequence[str]) -> tuple[CommandPart
 
 
 def is_registrations_script(words: Sequence[bytes]) -> bool:
-    """Tell whether a command is a script of this module."""
+    """Return whether a command is a script of this module."""
     return len(words) > 1 and words[0] == b"EVAL" and words[1] in (REGISTER_SCRIPT, EXPIRE_SCRIPT)
 
 

@@ -1,6 +1,6 @@
 """A result set: the payload of one publication in the log of a query's interest.
 
-It is JSON, so that end users read it without us: ``{"query": "nearby", "version": 1, "execution": 12, "until": "...",
+It is JSON, so that end users read it without us: ``{"query": "near", "version": 1, "execution": 12, "until": "...",
 "rows": [{...}, ...]}``. A result set that is too large has ``error`` in place of ``rows``; the last publication of a
 query that was dropped has ``dropped``, and that of an interest that does not fit a changed query ``error``.
 """
@@ -37,7 +37,7 @@ def changed_payload(query: str, version: int, execution: int, until_ms: int, rea
 
 
 def says_the_same(one: bytes, other: bytes) -> bool:
-    """Tell whether two publications differ in nothing but their execution and its time."""
+    """Return whether two publications differ in nothing but their execution and its time."""
     found = [json.loads(each) for each in (one, other)]
     for each in found:
         each.pop("execution", None)

@@ -5,7 +5,7 @@ Theory of operation
 A data cluster that begins takes a *term*, a number that is larger than those before it, at every log server. A server
 gives a term to the one that claims it first, and knows its *owner*, an id that each start of a data cluster draws. So
 two that begin at once and claim the same term do not both get it: one of them is refused at some server, and claims a
-larger term. Whoever finds a larger term than its own, or its own term with another owner, ends.
+larger term. A data cluster that finds a larger term than its own, or its own term with another owner, ends.
 
 All read the terms first: where a server is down, a data cluster cannot begin, and refuses no other one.
 

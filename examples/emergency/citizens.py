@@ -60,7 +60,7 @@ class Citizen:
         self._storage = MemoryStorage()
         self._client: Client | None = None
         self._open: dict[PlannedSubscription, Subscription] = {}
-        #: Interest ids of what was ever subscribed to.
+        #: Interest ids of all subscriptions so far.
         self._subscribed: dict[PlannedSubscription, str] = {}
         self._moved = 0
         #: Locations by outcome.
@@ -132,7 +132,7 @@ class Citizen:
                 raise
 
     async def _keep_subscriptions(self, client: Client, begin_s: float) -> None:
-        """Subscribe to what was subscribed to before an absence, and then to the rest, each at its time."""
+        """Subscribe again after an absence, and then to the rest of the plan, each at its time."""
         for planned in sorted(self._plan.subscriptions, key=lambda each: each.at_s):
             if planned.until_s is not None and begin_s + planned.until_s < time.monotonic():
                 self._note_end(planned)  # it was given up during an absence

@@ -1,4 +1,4 @@
-"""When a process of the application ends: at SIGTERM, or when whoever started it is gone."""
+"""When a process of the application ends: at SIGTERM, or with the process that has started it."""
 
 from __future__ import annotations
 

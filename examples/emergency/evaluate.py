@@ -30,7 +30,7 @@ SERIOUS = 2
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one execution was about: reports behind ``start`` up to ``end``, and locations up to ``end``."""
+    """The records of one execution: reports behind ``start`` up to ``end``, and locations up to ``end``."""
 
     start: Offsets
     end: Offsets
@@ -76,7 +76,7 @@ class History:
 
 @dataclass
 class View:
-    """What the queries see in one execution."""
+    """The records that the queries see in one execution."""
 
     reports: Sequence[Row]
     places: Mapping[str, Row]
@@ -89,12 +89,12 @@ class View:
 
 
 def view_of(history: History, window: Window) -> View:
-    """Return what the queries see in an execution with this window."""
+    """Return the records that the queries see in an execution with this window."""
     return View(history.reports_in(window), history.places_at(window.end), history.shelters)
 
 
 def is_near(a: Row, lat: float, lon: float, metres: float) -> bool:
-    """Tell whether a place is within a distance on the sphere (haversine)."""
+    """Return whether a place is within a distance on the sphere (haversine)."""
     if abs(a["lat"] - lat) * METRES_PER_DEGREE > metres + 1:
         return False
     lat_a, lat_b = math.radians(a["lat"]), math.radians(lat)

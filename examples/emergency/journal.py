@@ -24,7 +24,7 @@ from typing import Any
 
 
 def digest_of(data: bytes) -> str:
-    """Return what names the content of a result set."""
+    """Return a digest that names the content of a result set."""
     return blake2b(data, digest_size=12).hexdigest()
 
 

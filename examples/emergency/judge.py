@@ -1,4 +1,4 @@
-"""Compares what has happened with what should have: pure, and on plain values.
+"""Compares a run with the results that it should have had: pure, and on plain values.
 
 Four things are judged. Every report that was acknowledged is stored once. Executions of a query follow each other
 without a hole, up to the last record. Each log has exactly the result sets that ``evaluate`` gives. And each user got
@@ -63,7 +63,7 @@ class Log:
 
 @dataclass
 class Faults:
-    """What is wrong."""
+    """The faults of a run: how many, and the texts of the first."""
 
     count: int = 0
     texts: list[str] = field(default_factory=list[str])
@@ -125,7 +125,7 @@ def judge_executions(executions: Sequence[Execution], history: History, period_s
 
 
 class LogJudge:
-    """Compares logs with what the queries give."""
+    """Compares logs with the results of the queries in Python."""
 
     def __init__(self, history: History, executions: Mapping[str, Sequence[Execution]], faults: Faults) -> None:
         self._history = history
@@ -210,7 +210,7 @@ class _Cursor:
 
 @dataclass
 class UserTotals:
-    """What users got."""
+    """Counts of what users got."""
 
     subscriptions: int = 0
     delivered: int = 0

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from random import Random
 
@@ -25,16 +26,16 @@ from emergency.town import Town, build_town, vehicle
 
 REPORTS = "d:reports"
 ATTEMPTS_S = 60.0
-"""A report that nobody takes for this time is given up, and the audit learns that it is doubtful."""
+"""A report that no broker takes for this time is given up; the journal has it as doubtful."""
 
 RETRY_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
-DROPPED_STATUS = 400
-"""This status, and those up to 499 but 429, mean that repeating does not help."""
+REPEATED = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+"""Statuses from 400 to 499 with which a report is sent again; with others, repeating does not help."""
 
 
 class Reporter:
-    """One of them."""
+    """One reporter."""
 
     def __init__(self, name: str, town: Town, options: argparse.Namespace, token: str, journal: Journal) -> None:
         self._name = name
@@ -59,7 +60,7 @@ class Reporter:
             await self._store(session, report)
 
     async def _store(self, session: aiohttp.ClientSession, report: dict[str, object]) -> None:
-        """Send a report until it is stored."""
+        """Send a report until it is stored or refused, for up to ``ATTEMPTS_S``."""
         end_s = time.monotonic() + ATTEMPTS_S
         while time.monotonic() < end_s:
             reason = await self._post(session, encode(report))
@@ -74,14 +75,14 @@ class Reporter:
         self._journal.write("doubtful", id=report["id"])
 
     async def _post(self, session: aiohttp.ClientSession, body: bytes) -> str | None:
-        """Send it once. Returns None: stored; empty: send it again; else why it never will be stored."""
+        """Send it once. Return None where it is stored, else why it never will be; empty: send it again."""
         url = f"{self._brokers[0]}/datasets/reports"
         try:
             async with session.post(url, data=body, headers=self._headers) as response:
                 if response.status == 200:
                     refused = (await response.json())["refused"]
                     return str(refused[0]["reason"]) if refused else None
-                is_final = DROPPED_STATUS <= response.status < 500 and response.status != 429
+                is_final = 400 <= response.status < 500 and response.status not in REPEATED
                 return f"{response.status} {await response.text()}" if is_final else ""
         except (aiohttp.ClientError, TimeoutError):
             return ""

@@ -25,7 +25,7 @@ VEHICLE_RATIO = 0.1
 
 AWAY_RATIO = 0.3
 AWAY_LENGTH_RATIO = (0.03, 0.15)
-"""This share of the users goes away once, for this part of the run."""
+"""This share of the users goes away once, for a part of the run between these two."""
 
 UNSUBSCRIBE_RATIO = 0.1
 """This share of the users gives up one subscription."""
@@ -135,19 +135,15 @@ def draw_parameters(town: Town, query: str, user: str, random: Random) -> Parame
     place: Parameters = {"lat": square.lat, "lon": square.lon, "radius_m": random.choice(PLACE_RADIUSES_M)}
     own: Parameters = {"user": user, "radius_m": random.choice(OWN_RADIUSES_M)}
     match query:
-        case "reports_of_type":
+        case "reports_of_type" | "people_near_reports":
             return {"type": type_}
         case "reports_near_place":
             return {"type": type_, **place}
         case "report_counts":
             return place
-        case "people_near_reports":
-            return {"type": type_}
         case "reports_near_me":
             return own
-        case "reports_of_type_near_me":
-            return {"type": type_, **own}
-        case "shelters_near_me":
+        case "reports_of_type_near_me" | "shelters_near_me":
             return {"type": type_, **own}
         case _:
             raise AssertionError(f"not a query of the application: {query}")

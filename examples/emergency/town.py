@@ -164,7 +164,7 @@ class _Leg:
 
 
 class Walker:
-    """Somebody who goes from place to place along the streets, without end.
+    """A person who goes from place to place along the streets, without end.
 
     Where a walker is depends on the time and the seed, not on how often it is asked. Ask with times that never
     decrease.
@@ -220,7 +220,7 @@ class Walker:
 
 
 def vehicle(town: Town, random: Random) -> Walker:
-    """Return somebody in a tram or car: seven times as fast, with short stops."""
+    """Return a person in a tram or car: seven times as fast, with short stops."""
     return Walker(town, random, VEHICLE_SPEED_M_PER_S, VEHICLE_PAUSE_S_MAX)
 
 

@@ -143,6 +143,19 @@ def test_an_unknown_query_is_asked_for_again_when_what_is_known_is_old() -> None
     assert asked(broker.open(3, REQUEST, grant=ANN), QUERIES_KEY) != []
 
 
+@pytest.mark.parametrize("value", [b'1 {"kind":"append","new":1}', b"1 {broken", b"?", 7])
+def test_a_definition_that_cannot_be_read_is_not_unknown(value: Any) -> None:
+    """It may be of a newer version: a user who does not send a record again would lose it."""
+    broker = Broker(OPTIONS)
+    broker.open(1, grant=ANN)
+    [ask] = asked(publish(broker, 7, {"id": "a", "n": 0}), DATASETS_KEY)
+    [refusal] = frames(broker.tell(Replied(LOG, ask.tag, [value])), 1)
+    assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+    [ask] = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
+    [refusal, _] = frames(broker.tell(Replied(LOG, ask.tag, [value])), 2)
+    assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
+
+
 def test_a_query_that_one_server_does_not_have_is_unknown_only_if_all_servers_say_so() -> None:
     """A server that has lost its data knows nothing; the one that is away may know the query."""
     broker = Broker(replace(OPTIONS, logs={"l1": "redis://l1:6379", "l2": "redis://l2:6379"}))
@@ -298,6 +311,8 @@ def publishing() -> Broker:
         (ErrorReply("ERR FULL: 9 records wait"), "dataset_full", "later"),
         (ErrorReply("OOM command not allowed"), "log_unavailable", "later"),
         (b"?", "unknown_outcome", "later"),
+        ([], "unknown_outcome", "later"),
+        ([9, 10], "unknown_outcome", "later"),
     ],
 )
 def test_what_the_log_server_says_of_a_record(reply: Any, code: str | None, retry: str | None) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynamoth import names
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY
-from dynamoth.data.progress import executions_key
+from dynamoth.data.progress import progress_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.terms import OWNER_KEY, TERM_KEY
@@ -123,7 +123,7 @@ def test_records_and_interests_are_written_by_those_who_have_to_and_definitions_
     assert all(allowed(each.keys_written, key) for each in (operator, cluster, broker) for key in interests)
     for each in (writer, broker):
         assert {DATASETS_KEY, QUERIES_KEY} <= {*each.keys_read}
-        for key in (DATASETS_KEY, QUERIES_KEY, TERM_KEY, OWNER_KEY, executions_key("near")):
+        for key in (DATASETS_KEY, QUERIES_KEY, TERM_KEY, OWNER_KEY, progress_key("near")):
             assert not allowed(each.keys_written, key)
     assert not any(allowed((*client.keys_read, *client.keys_written), key) for key in (*records, *interests))
     assert not allowed(writer.keys_written, interests[0])

@@ -19,10 +19,10 @@ from dynamoth.data.catalog import QUERIES_KEY, Entry, put_command
 from dynamoth.data.progress import (
     QueryStatus,
     begin_key,
-    executions_key,
-    executions_server,
     parse_begin,
     parse_progress,
+    progress_key,
+    query_server,
     restart_key,
     store_status_command,
 )
@@ -89,7 +89,7 @@ class Console:
 
     def of_query(self, name: str, *command: Any) -> Any:
         """Execute a command at the server that has a query's progress."""
-        return self.execute(executions_server(name, tuple(self.urls)), *command)
+        return self.execute(query_server(name, tuple(self.urls)), *command)
 
 
 @pytest.fixture
@@ -342,7 +342,7 @@ def test_a_query_that_comes_back_begins_behind_the_records_of_then(console: Cons
     console.set()
     console.run("dataset", "load", "reports", console.write(fire(1), "one.jsonl"))
     console.run("query", "drop", "of_type")
-    before = console.of_query("of_type", b"GET", executions_key("of_type"))
+    before = console.of_query("of_type", b"GET", progress_key("of_type"))
     console.run("dataset", "load", "reports", console.write(fire(2), "two.jsonl"))
     assert "of_type: registered, version 3" in console.set()
     begin = parse_begin(console.of_query("of_type", b"GET", begin_key("of_type")))
@@ -350,11 +350,11 @@ def test_a_query_that_comes_back_begins_behind_the_records_of_then(console: Cons
     for name, offset in begin["offsets"].items():
         tip = console.execute(partition_server(name, tuple(console.urls)), *tip_command(name))[0]
         assert offset == int(tip or 0)
-    assert console.of_query("of_type", b"GET", executions_key("of_type")) == before, "it may be executed, too"
+    assert console.of_query("of_type", b"GET", progress_key("of_type")) == before, "it may be executed, too"
     console.run("query", "drop", "of_type")
-    console.of_query("of_type", b"DEL", executions_key("of_type"))
+    console.of_query("of_type", b"DEL", progress_key("of_type"))
     console.set()
-    progress = parse_progress(console.of_query("of_type", b"GET", executions_key("of_type")))
+    progress = parse_progress(console.of_query("of_type", b"GET", progress_key("of_type")))
     assert progress is not None
     assert progress.window.end["offsets"] == begin["offsets"]
     assert progress.execution > 1_700_000_000_000, "logs may know the numbers of before"
@@ -398,7 +398,7 @@ def test_a_change_says_how_many_interests_do_not_fit_any_more(console: Console) 
 def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None:
     console.set()
     assert "is `dynamoth data-cluster` running?" in console.run("query", "list")
-    progress = parse_progress(console.of_query("of_type", b"GET", executions_key("of_type")))
+    progress = parse_progress(console.of_query("of_type", b"GET", progress_key("of_type")))
     assert progress is not None and progress.is_done and progress.execution == 0
     status = QueryStatus(execution=7, ended_ms=1, seconds=0.25, interests=3, counts={"rows": 12})
     console.of_query("of_type", *store_status_command("of_type", status, 1))

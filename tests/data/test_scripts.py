@@ -36,6 +36,7 @@ from dynamoth.data.registrations import (
 )
 from dynamoth.data.terms import trim_command
 from dynamoth.edge.log import LogOptions, append_command, log_keys
+from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
@@ -181,9 +182,9 @@ def test_what_the_replies_mean(server: EmbeddedRedis) -> None:
             range_command(NAME, 0, 2**53, 10),
         ],
     )
-    begin, _ = parse_appended_records(first)
-    assert parse_appended_records(first) == [begin, begin + 1]
-    assert parse_appended_records(again) == [0, begin + 2]
+    begin, _ = parse_appended_records(first, 2)
+    assert parse_appended_records(first, 2) == [begin, begin + 1]
+    assert parse_appended_records(again, 2) == [0, begin + 2]
     assert parse_tip(tip) == (begin + 2, 0)
     assert [(record.offset - begin, record.value) for record in parse_records(page)] == [
         (0, b"a"),
@@ -192,14 +193,21 @@ def test_what_the_replies_mean(server: EmbeddedRedis) -> None:
     ]
 
 
+def test_a_reply_with_another_number_of_offsets_is_malformed() -> None:
+    assert parse_appended_records([7, 0], 2) == [7, 0]
+    for reply in ([], [7], [7, 8, 9]):
+        with pytest.raises(MalformedMessage, match="the offsets of 2 records expected"):
+            parse_appended_records(reply, 2)
+
+
 def test_offsets_grow_over_an_empty_restart(server: EmbeddedRedis) -> None:
     """Nothing is left of the partition, and yet no offset comes again."""
-    (before,) = parse_appended_records(real(server, [append(PLAIN, (b"a", ""))])[0])
+    (before,) = parse_appended_records(real(server, [append(PLAIN, (b"a", ""))])[0], 1)
     address = f"redis://127.0.0.1:{server.port}"
 
     for _ in range(3):
         (reply,) = asyncio.run(query(address, (b"FLUSHALL",), append(PLAIN, (b"b", ""))))[1:]
-        (after,) = parse_appended_records(reply)
+        (after,) = parse_appended_records(reply, 1)
         assert before < after < before + (10 << OFFSET_BITS)
         before = after
 
@@ -208,7 +216,7 @@ def test_a_restart_of_a_server_that_may_lose_records_is_counted(server: Embedded
     first, second, tip = real(
         server, [append(PLAIN, (b"a", "")), append(PLAIN, (b"b", ""), run="run2"), tip_command(NAME)]
     )
-    assert parse_appended_records(second)[0] > parse_appended_records(first)[0]
+    assert parse_appended_records(second, 1)[0] > parse_appended_records(first, 1)[0]
     assert parse_tip(tip)[1] == 1
 
 
@@ -217,7 +225,7 @@ def test_runs_tell_which_offsets_were_given(server: EmbeddedRedis) -> None:
         server,
         [append(PLAIN, (b"a", ""), (b"b", "")), append(PLAIN, (b"c", ""), run="run2"), state_command(NAME)],
     )
-    offsets = parse_appended_records(first) + parse_appended_records(second)
+    offsets = parse_appended_records(first, 2) + parse_appended_records(second, 1)
     state = parse_state(reply)
     assert [each for begin, end in state.given(0, 2**53) for each in range(begin, end + 1)] == offsets
     assert (state.offset, state.restarts, len(state.runs)) == (offsets[-1], 1, 2)
@@ -239,7 +247,7 @@ def test_a_partition_that_is_full_refuses_all_of_a_command_until_it_is_trimmed(s
     first, refusal = real(server, [append(SMALL, (b"a", ""), (b"b", "")), append(SMALL, (b"c", ""), (b"d", ""))])
     assert isinstance(refusal, ErrorReply)
     assert is_full(str(refusal))
-    offsets = parse_appended_records(first)
+    offsets = parse_appended_records(first, 2)
     trimmed, accepted = asyncio.run(
         query(
             f"redis://127.0.0.1:{server.port}",
@@ -248,15 +256,15 @@ def test_a_partition_that_is_full_refuses_all_of_a_command_until_it_is_trimmed(s
         )
     )
     assert trimmed == 1
-    assert parse_appended_records(accepted) == [offsets[1] + 1, offsets[1] + 2]
+    assert parse_appended_records(accepted, 2) == [offsets[1] + 1, offsets[1] + 2]
 
 
 def test_ids_are_forgotten_after_their_time(server: EmbeddedRedis) -> None:
     brief = replace(WITH_ID, duplicate_s=0.05)
     address = f"redis://127.0.0.1:{server.port}"
     first, _ = real(server, [append(brief, (b"a", "1")), append(brief, (b"a", "1"))])
-    (begin,) = parse_appended_records(first)
-    while (again := parse_appended_records(asyncio.run(query(address, append(brief, (b"a", "1"))))[0])) == [0]:
+    (begin,) = parse_appended_records(first, 1)
+    while (again := parse_appended_records(asyncio.run(query(address, append(brief, (b"a", "1"))))[0], 1)) == [0]:
         """It is a duplicate for a while."""
     assert again == [begin + 1]
     assert asyncio.run(query(address, (b"PTTL", partition_keys(NAME)[2])))[0] <= 50

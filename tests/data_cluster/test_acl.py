@@ -28,11 +28,11 @@ from dynamoth.data.registrations import register_command, registration_keys
 from dynamoth.data.terms import claim_command, trim_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import SERVERS_KEY, log_keys, servers_value
-from dynamoth_analytics.cluster.archive import Archiver
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.publishing import ResultPublisher, close_publishers
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, read_servers
+from dynamoth_analytics.cluster.storage.archive import Archiver
 from dynamoth_cli.commands.acl import ROLES, make_user, to_lines
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_cli.main import main
@@ -200,8 +200,7 @@ def _execute(guarded: Guarded, interest: str, folder: Path) -> None:
         servers, guarded.cluster_url("data-cluster"), "of_number", 1, 1, 1, term,
         inline_bytes_max=1000, result_bytes_max=1000, retained_min=10, ttl_s=60.0,
     )  # fmt: skip
-    counts: dict[str, int] = dict.fromkeys(("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0)
-    publisher.publish_payloads([(interest, b"{}")], counts)
+    counts = publisher.publish_payloads([(interest, b"{}")])
     assert (counts["result_sets"], counts["unpublished"]) == (1, 0)
     end = time.monotonic() + TIMEOUT_S
     while not expire_interests(servers, "of_number"):

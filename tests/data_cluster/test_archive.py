@@ -16,14 +16,14 @@ import pytest
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import Record, append_records_command, partition_keys
 from dynamoth.data.terms import trim_command
-from dynamoth_analytics.cluster import archive
-from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
-from dynamoth_analytics.cluster.archive_files import Hole, archived, file_name
-from dynamoth_analytics.cluster.batches import to_batch, write_file
-from dynamoth_analytics.cluster.merging import compact
-from dynamoth_analytics.cluster.paging import next_count, pages
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range, read_state
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.storage import archive
+from dynamoth_analytics.cluster.storage.archive import Archiver, ArchivingFailed
+from dynamoth_analytics.cluster.storage.archive_files import Hole, archived, file_name
+from dynamoth_analytics.cluster.storage.batches import to_batch, write_file
+from dynamoth_analytics.cluster.storage.merging import merge_day
+from dynamoth_analytics.cluster.storage.paging import next_count, pages
+from dynamoth_analytics.cluster.storage.reading import RecordsLost, read_range, read_state
 from dynamoth_analytics.files import arrow, parquet
 from tests.data_cluster.world import World, reports
 
@@ -77,7 +77,7 @@ def test_only_the_days_that_are_needed_are_listed(
         listed.append(day)
         return listdir(day)
 
-    monkeypatch.setattr("dynamoth_analytics.cluster.archive_files.os.listdir", counting)
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.archive_files.os.listdir", counting)
     for _ in range(2):
         assert offsets(tmp_path, dataset, 29_995, 40_000) == list(range(29_996, 30_001))
     assert [day.name for day in listed] == ["date=2026-01-10"]
@@ -87,11 +87,11 @@ def test_merged_files_and_their_parts_give_each_record_once(world: World, tmp_pa
     dataset = world.set_dataset(partitions=1)
     parts = [write(tmp_path, dataset, "2026-01-01", first, first + 4) for first in range(1, 51, 5)]
     kept = parts[3].read_bytes()
-    assert compact(parts[0].parent) == 10
+    assert merge_day(parts[0].parent) == 10
     assert [path.name for path in parts[0].parent.iterdir()] == [file_name(0, 0, 1, 50)]
     parts[3].write_bytes(kept)  # as if the process had died before it deleted this part
     assert offsets(tmp_path, dataset, 7, 44) == list(range(8, 45))
-    assert compact(parts[0].parent) == 1
+    assert merge_day(parts[0].parent) == 1
     assert offsets(tmp_path, dataset, 0, 100) == list(range(1, 51))
 
 
@@ -100,7 +100,7 @@ def test_a_reader_goes_on_when_its_files_are_merged_meanwhile(world: World, tmp_
     parts = [write(tmp_path, dataset, "2026-01-01", first, first + 4) for first in range(1, 31, 5)]
     reader = archived(tmp_path, dataset, 0, 0, 30)
     found = _offsets_in(next(reader))
-    compact(parts[0].parent)
+    merge_day(parts[0].parent)
     found += [offset for batch in reader for offset in _offsets_in(batch)]
     assert found == list(range(1, 31))
 
@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_records_at_redis_and_is_an_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dynamoth_analytics.cluster.batches.parquet.ParquetWriter", full)
+        patch.setattr("dynamoth_analytics.cluster.storage.batches.parquet.ParquetWriter", full)
         for _ in range(2):
             with pytest.raises(ArchivingFailed, match="the disk of the archive is full: make room"):
                 archiver.archive(world.servers.catalog())
@@ -217,7 +217,7 @@ def test_trimming_takes_steps_and_never_takes_what_is_not_archived(
     with monkeypatch.context() as patch:
         patch.setattr(archive, "write_file", write_and_append)
         patch.setattr(archive, "FILE_RECORDS_MAX", 1)
-        patch.setattr("dynamoth_analytics.cluster.paging.PAGE_RECORDS_MAX", 40)
+        patch.setattr("dynamoth_analytics.cluster.storage.paging.PAGE_RECORDS_MAX", 40)
         patch.setattr(archive, "pages", one_page)
         assert archiver.archive(world.servers.catalog()) == 40
     assert length(world) == 30
@@ -233,9 +233,9 @@ def test_pages_files_and_row_groups_are_bounded_by_bytes(
     store(world, dataset, 300)
     store(world, dataset, 100, json.dumps({"id": "y" * 60_000, "type": "a", "size": 1}).encode())
     store(world, dataset, 300)
-    monkeypatch.setattr("dynamoth_analytics.cluster.paging.PAGE_BYTES", 2**20)
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.paging.PAGE_BYTES", 2**20)
     monkeypatch.setattr(archive, "FILE_BYTES_MAX", 2**21)
-    monkeypatch.setattr("dynamoth_analytics.cluster.batches.ROW_GROUP_BYTES", 2**20)
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.batches.ROW_GROUP_BYTES", 2**20)
     sizes = [sum(len(each.value) for each in page) for page in pages(world.servers, dataset, 0, 0, 2**53)]
     assert max(sizes) <= 2**20
     Archiver(world.servers, tmp_path, hot_records=100).archive(world.servers.catalog())
@@ -243,7 +243,7 @@ def test_pages_files_and_row_groups_are_bounded_by_bytes(
     files = [*day.iterdir()]
     assert len(files) >= 3
     assert max(_bytes_of(file) for file in files) <= 2**21 + 2**20
-    compact(day)
+    merge_day(day)
     (merged,) = day.iterdir()
     with parquet.ParquetFile(merged) as file:
         groups = [file.read_row_group(number).nbytes for number in range(file.num_row_groups)]
@@ -413,7 +413,7 @@ def test_a_file_that_is_missing_is_noticed(world: World, tmp_path: Path, missing
     assert ids_between(world, dataset, 0, 1015, tmp_path) == [str(each) for each in (*range(1, 11), *range(1001, 1016))]
     parts[missing].unlink()
     for folder in {each.parent for each in parts}:
-        compact(folder)
+        merge_day(folder)
     hole = [(0, 0), (6, 10), (11, 1005), (1006, 1010)][missing]
     for after in (0, hole[0]):
         with pytest.raises(RecordsLost, match=f"reports/0 from offset {max(hole[0], after + 1)} to {hole[1]}"):
@@ -429,5 +429,5 @@ def test_overlapping_files_of_two_data_clusters_give_each_record_once(world: Wor
     path = write(tmp_path, dataset, "2026-01-01", 11, 20)
     for _ in range(2):
         assert offsets(tmp_path, dataset, 0, 20) == list(range(1, 21))
-        compact(path.parent)
+        merge_day(path.parent)
     assert len([*path.parent.iterdir()]) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import asyncio
 import json
 import math
 import re
@@ -18,13 +20,17 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import emergency
 from dynamoth.data.datasets import BadRecord, read_dataset
 from dynamoth.data.queries import read_query
 from dynamoth.data.results import result_payload
 from dynamoth.edge.interests import query_interest
+from emergency import reporters
 from emergency.evaluate import QUERIES, History, View, Window, evaluate, is_near
 from emergency.journal import Journal, digest_of, read_journal
 from emergency.judge import (
@@ -49,6 +55,7 @@ from emergency.town import HEIGHT_M, WIDTH_M, Place, Walker, build_town, draw_sh
 FOLDER = Path(emergency.__file__).parent
 DEFINITIONS = tomllib.loads((FOLDER / "emergency.toml").read_text())
 EPOCH = 7
+JSON = "application/json"
 
 
 # The world.
@@ -409,6 +416,39 @@ def test_a_journal_comes_back_without_a_torn_line(tmp_path: Path) -> None:
     entries = list(read_journal(path))
     assert [entry["is"] for entry in entries] == ["ended", "item", "same"]
     assert digest_of(entries[1]["data"].encode()) == entries[2]["digest"] == digest_of(FIRST)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "entries"),
+    [
+        ((503, 408, 429, 200), [{"is": "report", "id": "r", "at": 1}]),
+        ((413,), [{"is": "refused", "user": "reporter0", "what": "r", "reason": "413 too large"}]),
+    ],
+)
+def test_a_report_is_sent_until_it_is_stored_or_refused(
+    statuses: tuple[int, ...], entries: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(statuses)
+    path = tmp_path / "reporters.jsonl"
+
+    async def answer(_: web.Request) -> web.Response:
+        status = next(answers)
+        return web.Response(status=status, text="too large" if status == 413 else '{"refused": []}', content_type=JSON)
+
+    async def report() -> None:
+        app = web.Application()
+        app.router.add_post("/datasets/reports", answer)
+        journal = Journal(path)
+        async with TestServer(app) as server, aiohttp.ClientSession() as session:
+            options = argparse.Namespace(brokers=[str(server.make_url("")).rstrip("/")], seed=1, speed=1.0)
+            reporter = reporters.Reporter("reporter0", build_town(Random(1)), options, "token", journal)
+            await reporter._store(session, {"id": "r", "at": 1})  # pyright: ignore[reportPrivateUsage]
+        journal.close()
+
+    monkeypatch.setattr(reporters, "RETRY_S", 0.0)
+    asyncio.run(report())
+    assert list(read_journal(path)) == entries
+    assert next(answers, None) is None
 
 
 def test_shelters_fit_their_dataset() -> None:

@@ -11,11 +11,12 @@ from itertools import pairwise
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth.data.progress import Window, WindowEnd, begin_again_command, executions_server, restart_key
+from dynamoth.data.progress import Window, WindowEnd, begin_again_command, query_server, restart_key
 from dynamoth.edge.log import log_keys
-from dynamoth_analytics.cluster import executions, outdated, values
+from dynamoth_analytics.cluster import outdated, query_runner
 from dynamoth_analytics.cluster.dropping import end_dropped
-from dynamoth_analytics.cluster.executions import QueryRunner
+from dynamoth_analytics.cluster.query_runner import QueryRunner
+from dynamoth_analytics.cluster.sql import nulls
 from tests.data_cluster.world import World, reports, stream_session, until
 
 BEGIN: WindowEnd = {"tick_ms": 0, "offsets": {}}
@@ -34,8 +35,8 @@ def running(*runners: QueryRunner) -> Generator[None]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures are tried again soon."""
-    monkeypatch.setattr(executions, "RETRY_S", 0.1)
-    monkeypatch.setattr(executions, "RETRY_S_MAX", 0.5)
+    monkeypatch.setattr(query_runner, "RETRY_S", 0.1)
+    monkeypatch.setattr(query_runner, "RETRY_S_MAX", 0.5)
 
 
 def test_records_become_result_sets_of_those_who_are_interested(driver: SparkSession, world: World) -> None:
@@ -74,12 +75,12 @@ def test_who_is_registered_before_a_window_is_sealed_is_part_of_it(driver: Spark
     world.append(dataset, *reports("fire", "a"))
     context = world.context(driver)
     runner = world.runner(context, query, dataset)
-    runner.table.refresh()
-    registered_ms = driver.read.parquet(str(runner.table.file(2**52)[0])).collect()[0]["_registered"]
+    runner.executions.interests.refresh()
+    registered_ms = driver.read.parquet(str(runner.executions.interests.file(2**52)[0])).collect()[0]["_registered"]
     for execution, sealed_ms in enumerate((registered_ms - 1, registered_ms), 1):
         tips = world.servers.tips({"reports": 2})
         end: WindowEnd = {"tick_ms": registered_ms - 500, "sealed_ms": sealed_ms, "offsets": tips}
-        runner._run(stream_session(driver), execution, Window(BEGIN, end))  # pyright: ignore[reportPrivateUsage]
+        runner.executions.run(stream_session(driver), execution, Window(BEGIN, end))
     assert [payload["execution"] for payload in world.log(interest)] == [2]
 
 
@@ -162,7 +163,7 @@ def test_an_execution_that_was_published_in_part_is_repeated_once_for_each(drive
 def test_a_query_that_fails_loses_nothing_and_harms_no_other(
     driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(values.LITERALS, "sequence", ())  # else the query is refused, as it can fail
+    monkeypatch.setitem(nulls.LITERALS, "sequence", ())  # else the query is refused, as it can fail
     dataset = world.set_dataset()
     good = world.set_query("good")
     fails = "cardinality(sequence(CAST(r.size AS int), 4, 1)) AS ok"  # of a size above 5 there is no such sequence
@@ -197,7 +198,7 @@ def test_an_overrun_is_counted_and_covered(driver: SparkSession, world: World) -
     query = world.set_query()
     interest = world.register("of_type", {"type": "fire"})
     runner = world.runner(world.context(driver), query, dataset)
-    run = runner._run  # pyright: ignore[reportPrivateUsage]
+    run = runner.executions.run
     with pytest.MonkeyPatch.context() as patch, running(runner):
         until(lambda: runner.status.state == "running", runner)
 
@@ -211,7 +212,7 @@ def test_an_overrun_is_counted_and_covered(driver: SparkSession, world: World) -
                 world.append(dataset, *reports("fire", "c"))
             return counts
 
-        patch.setattr(runner, "_run", executing)
+        patch.setattr(runner.executions, "run", executing)
         world.append(dataset, *reports("fire", "a"))
         until(lambda: len(world.ids(interest)) == 3, runner)
         until(lambda: not runner._executing.locked(), runner)  # pyright: ignore[reportPrivateUsage]
@@ -298,7 +299,7 @@ def test_a_query_that_comes_back_misses_no_record_behind_its_registration(
     if not ended_late:
         end_dropped(context, "of_type")
     tips = world.servers.tips({"reports": dataset.partitions})
-    server = executions_server("of_type", world.servers.ids)
+    server = query_server("of_type", world.servers.ids)
     world.servers.run(server, begin_again_command("of_type", {"tick_ms": 0, "offsets": tips}))
     world.append(dataset, *reports("fire", "seen"))
     if ended_late:
@@ -339,7 +340,7 @@ def test_an_operator_can_have_a_query_go_on_behind_everything(driver: SparkSessi
         until(lambda: runner.status.execution, runner)
         runner.stop()
         world.append(dataset, *reports("fire", "skipped"))
-        server = executions_server("of_type", world.servers.ids)
+        server = query_server("of_type", world.servers.ids)
         world.servers.run(server, (b"SET", restart_key("of_type"), b"1"))
         runner.restart()
         assert world.servers.run(server, (b"EXISTS", restart_key("of_type"))) == 0

@@ -15,13 +15,14 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.progress import Checkpoint, WindowEnd
-from dynamoth_analytics.cluster import checkpoints, executions, journal
-from dynamoth_analytics.cluster.archive import ArchivingFailed
-from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
+from dynamoth_analytics.cluster import query_runner
 from dynamoth_analytics.cluster.failures import DISK_IS_FULL, reason_of
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage import checkpoints, journal
+from dynamoth_analytics.cluster.storage.archive import ArchivingFailed
+from dynamoth_analytics.cluster.storage.checkpoints import CheckpointBase, CheckpointFolder
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.files import parquet
 from tests.data_cluster.test_executions import running
 from tests.data_cluster.world import World, reports, until
@@ -51,8 +52,8 @@ PLACES: dict[str, tuple[Any, str, Callable[..., Path]]] = {
 def test_a_query_without_room_says_so_and_loses_nothing(
     driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    monkeypatch.setattr(executions, "RETRY_S", 0.1)
-    monkeypatch.setattr(executions, "RETRY_S_MAX", 0.5)
+    monkeypatch.setattr(query_runner, "RETRY_S", 0.1)
+    monkeypatch.setattr(query_runner, "RETRY_S_MAX", 0.5)
     dataset, names = world.set_dataset(), ("fails", "goes_on")
     context, interests = world.context(driver), [world.register(each, {"type": "fire"}) for each in names]
     runners = [world.runner(context, world.set_query(each), dataset) for each in names]

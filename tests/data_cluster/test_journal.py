@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dynamoth_analytics.cluster.journal import write_execution
+from dynamoth_analytics.cluster.storage.journal import write_execution
 
 FULL = """
 import resource, sys
 from pathlib import Path
-from dynamoth_analytics.cluster.journal import write_execution
+from dynamoth_analytics.cluster.storage.journal import write_execution
 
 folder, bytes_max = Path(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_max, resource.RLIM_INFINITY))

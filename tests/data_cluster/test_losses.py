@@ -10,8 +10,9 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_keys, partition_name
-from dynamoth_analytics.cluster import executions, values
-from dynamoth_analytics.cluster.executions import QueryRunner
+from dynamoth_analytics.cluster import query_runner
+from dynamoth_analytics.cluster.query_runner import QueryRunner
+from dynamoth_analytics.cluster.sql import nulls
 from tests.data_cluster.world import STATIC, World, reports, until
 
 KEYED: dict[str, Any] = {"kind": "keyed", "key": "id", "id": "", "partitions": 1}
@@ -22,9 +23,9 @@ FAILS = "cardinality(sequence(CAST(r.size AS int), 4, 1)) AS ok"  # of a size ab
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures are tried again soon."""
-    monkeypatch.setitem(values.LITERALS, "sequence", ())  # else queries that can fail are refused
-    monkeypatch.setattr(executions, "RETRY_S", 0.1)
-    monkeypatch.setattr(executions, "RETRY_S_MAX", 0.5)
+    monkeypatch.setitem(nulls.LITERALS, "sequence", ())  # else queries that can fail are refused
+    monkeypatch.setattr(query_runner, "RETRY_S", 0.1)
+    monkeypatch.setattr(query_runner, "RETRY_S_MAX", 0.5)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from dynamoth_analytics.cluster.archive import Archiver
-from dynamoth_analytics.cluster.checkpoints import CheckpointBase, CheckpointFolder
-from dynamoth_analytics.cluster.journal import write_execution
-from dynamoth_analytics.cluster.loads import LoadCopies
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.archive import Archiver
+from dynamoth_analytics.cluster.storage.checkpoints import CheckpointBase, CheckpointFolder
+from dynamoth_analytics.cluster.storage.journal import write_execution
+from dynamoth_analytics.cluster.storage.loads import LoadCopies
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from tests.data_cluster.world import STATIC, World, reports
 
 Missing = Callable[[Path], list[Path]]

@@ -67,11 +67,11 @@ def test_what_is_published_is_stored_by_the_data_cluster_in_charge_alone(
     """One that cannot take a term does not begin to store; one that is taken over ends."""
     looks: list[bool] = []
     ingests: list[str] = []
-    look = ClusterRunner.look
+    follow = ClusterRunner.follow_catalog
 
     def count_looks(self: ClusterRunner) -> None:
         looks.append(self.has_begun)
-        look(self)
+        follow(self)
 
     async def ingest(_: Ingest) -> None:
         ingests.append("begins behind a term" if world.servers.run("l1", (b"GET", TERM_KEY)) else "begins too early")
@@ -80,7 +80,7 @@ def test_what_is_published_is_stored_by_the_data_cluster_in_charge_alone(
         finally:
             ingests.append("ends")
 
-    monkeypatch.setattr(ClusterRunner, "look", count_looks)
+    monkeypatch.setattr(ClusterRunner, "follow_catalog", count_looks)
     monkeypatch.setattr(Ingest, "run", ingest)
     world.set_dataset()
     world.servers.run("l2", (b"HSET", TERM_KEY, b"no", b"term"))  # the catalog can be read there

@@ -18,8 +18,8 @@ import redis
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, unpack_publication
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth_analytics.cluster.publishing import Fenced, ResultPublisher
-from dynamoth_analytics.cluster.servers import LogServerFailed
+from dynamoth_analytics.cluster.publishing import ResultPublisher
+from dynamoth_analytics.cluster.servers import LogServerFailed, TakenOver
 from tests.data_cluster.world import World
 
 
@@ -116,7 +116,7 @@ def test_a_query_whose_results_are_pulled_sends_notices_only(world: World) -> No
 def test_a_former_data_cluster_publishes_nothing(world: World) -> None:
     one, *_ = interests(1)
     publish(publisher(world, term=6, execution=6), (one, 1, "[6]"))
-    with pytest.raises(Fenced):
+    with pytest.raises(TakenOver):
         publish(publisher(world), (one, 1, "[7]"))
     assert world.rows(one) == [[6]]
 

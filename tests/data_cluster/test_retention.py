@@ -14,11 +14,11 @@ from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset, Field
 from dynamoth.data.progress import Checkpoint, Progress, Window, WindowEnd
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.archive import Archiver, ArchivingFailed
-from dynamoth_analytics.cluster.archive_files import file_name
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range
-from dynamoth_analytics.cluster.retention import NOBODY, needs_of, unneeded
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.archive import Archiver, ArchivingFailed
+from dynamoth_analytics.cluster.storage.archive_files import file_name
+from dynamoth_analytics.cluster.storage.reading import RecordsLost, read_range
+from dynamoth_analytics.cluster.storage.retention import NOBODY, needs_of, unneeded
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from tests.data_cluster.test_archive import write
 from tests.data_cluster.world import World, reports
 
@@ -124,7 +124,7 @@ def test_old_days_are_deleted_before_a_full_disk_ends_the_archiving(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dynamoth_analytics.cluster.archive.write_file", full)
+        patch.setattr("dynamoth_analytics.cluster.storage.archive.write_file", full)
         with pytest.raises(ArchivingFailed, match="disk of the archive is full"):
             archiver.archive(world.servers.catalog())
         assert [each.name for each in (tmp_path / "reports").glob("date=*") if day(7) > each.name[5:]] == []
@@ -144,7 +144,7 @@ def test_a_day_that_cannot_be_deleted_does_not_hold_up_the_archiving(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("dynamoth_analytics.cluster.archive.shutil.rmtree", refused)
+        patch.setattr("dynamoth_analytics.cluster.storage.archive.shutil.rmtree", refused)
         for count in (1, 2):
             world.append(dataset, *reports("a", f"new {count}"))
             with pytest.raises(ArchivingFailed, match=r"not deleted: .*Permission denied"):

@@ -11,17 +11,16 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry
-from dynamoth.data.progress import executions_key, executions_server, restart_key
+from dynamoth.data.progress import progress_key, query_server, restart_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster import archive
-from dynamoth_analytics.cluster.batches import write_file
-from dynamoth_analytics.cluster.failures import TakenOver
 from dynamoth_analytics.cluster.identity import IDENTITY_KEY, WrongFolder, check_identity
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_analytics.cluster.servers import read_servers
+from dynamoth_analytics.cluster.servers import TakenOver, read_servers
+from dynamoth_analytics.cluster.storage import archive
+from dynamoth_analytics.cluster.storage.batches import write_file
 from dynamoth_analytics.files import parquet
 from tests.data_cluster.world import STATIC, World, reports, until
 
@@ -44,7 +43,7 @@ def test_what_runs_follows_the_catalog(driver: SparkSession, world: World) -> No
     world.set_query("unknown", sql="SELECT no_function(r.id) AS id FROM reports r WHERE r.type = :type")
     with data_cluster(driver, world) as cluster:
         assert not cluster.has_begun
-        cluster.look()
+        cluster.follow_catalog()
         assert [*cluster.queries()] == ["of_type"]
         assert "nowhere" in cluster.refused["lost"]
         assert "no_function" in cluster.refused["unknown"]
@@ -54,19 +53,19 @@ def test_what_runs_follows_the_catalog(driver: SparkSession, world: World) -> No
         world.append(dataset, *reports("fire", "a"))
         until(lambda: world.ids(interest), *cluster.queries().values())
         first = cluster.queries()["of_type"]
-        cluster.look()
+        cluster.follow_catalog()
         assert cluster.queries()["of_type"] is first, "nothing has changed"
         world.set_query(version=2, sql="SELECT upper(r.id) AS id FROM reports r WHERE r.type = :type")
-        cluster.look()
+        cluster.follow_catalog()
         world.append(dataset, *reports("fire", "b"))
         until(lambda: len(world.log(interest)) == 2, *cluster.queries().values())
         assert [each["version"] for each in world.log(interest)] == [1, 2]
         assert world.ids(interest) == ["a", "B"]
         world.drop_query("of_type", 3)
-        cluster.look()
+        cluster.follow_catalog()
         assert world.log(interest)[-1].get("dropped") is True
         assert cluster.queries() == {}
-        cluster.look()
+        cluster.follow_catalog()
         assert len(world.log(interest)) == 3
         names = {family.name for family in collect(cluster)}
         assert {"dynamoth_data_cluster_queries", "dynamoth_data_cluster_overruns"} <= names
@@ -103,12 +102,12 @@ def test_a_static_dataset_that_is_loaded_again_is_seen_by_the_next_execution(
     )  # fmt: skip
     interest = world.register("of_type", {"type": "fire"})
     with data_cluster(driver, world) as cluster:
-        cluster.look()
+        cluster.follow_catalog()
         world.append(dataset, *reports("fire", "a"))
         until(lambda: world.ids(interest), *cluster.queries().values())
         first = cluster.queries()["of_type"]
         world.load(world.set_dataset("shelters", **STATIC, loaded=2, version=2), {"id": "s2", "type": "fire"})
-        cluster.look()
+        cluster.follow_catalog()
         assert cluster.queries()["of_type"] is first
         world.append(dataset, *reports("fire", "b"))
         until(lambda: len(world.ids(interest)) == 2, *cluster.queries().values())
@@ -120,25 +119,25 @@ def test_an_order_to_restart_is_carried_out_once(driver: SparkSession, world: Wo
     world.set_dataset()
     world.set_query()
     with data_cluster(driver, world) as cluster:
-        cluster.look()
-        server = executions_server("of_type", world.servers.ids)
+        cluster.follow_catalog()
+        server = query_server("of_type", world.servers.ids)
         world.servers.run(server, (b"SET", restart_key("of_type"), b"1"))
         for _ in range(2):
-            cluster.look()
+            cluster.follow_catalog()
         assert world.servers.run(server, (b"EXISTS", restart_key("of_type"))) == 0
     assert [each.get("skipped") for each in world.executions("of_type")] == [True]
 
 
 def test_a_newer_data_cluster_ends_this_one(driver: SparkSession, world: World) -> None:
     with data_cluster(driver, world) as former, data_cluster(driver, world) as newer:
-        former.look()
-        newer.look()
+        former.follow_catalog()
+        newer.follow_catalog()
         assert newer.term == former.term + 1
         with pytest.raises(TakenOver, match=r"has taken over \(term \d+\): this one ends"):
-            former.look()
+            former.follow_catalog()
         for id_ in world.servers.ids:
             world.servers.run(id_, (b"DEL", TERM_KEY))
-        newer.look()
+        newer.follow_catalog()
         terms = [int(world.servers.run(id_, (b"GET", TERM_KEY))) for id_ in world.servers.ids]
         assert terms == [newer.term] * 2, "servers that have lost the term get it again"
 
@@ -151,14 +150,14 @@ def test_only_the_newest_data_cluster_archives(driver: SparkSession, world: Worl
         former.archiver.hot_records = 1
         former.archive()
         assert not (world.folder / "archive").exists(), "it has not begun"
-        former.look()
-        newer.look()
+        former.follow_catalog()
+        newer.follow_catalog()
         with pytest.raises(TakenOver):
             former.archive()  # it did not know yet
         assert not [*(world.folder / "archive").glob("*/date=*/*")], "the newer one writes these files"
         assert world.servers.run(server, (b"XLEN", stream)) == 2, "the newer one needs them"
         with pytest.raises(TakenOver):
-            former.look()
+            former.follow_catalog()
         world.append(dataset, *reports("fire", "c"))
         former.archive()
         assert former.archiver.records == 0, "it knows"
@@ -174,12 +173,12 @@ def test_one_that_is_taken_over_between_reading_and_writing_writes_no_file(
     dataset = world.set_dataset(partitions=1)
     world.append(dataset, *reports("fire", "a", "b"))
     with data_cluster(driver, world) as former, data_cluster(driver, world) as newer:
-        former.look()
+        former.follow_catalog()
 
         def take_over_and_write(*arguments: Any) -> None:
             monkeypatch.undo()
             world.append(dataset, *reports("fire", "c"))
-            newer.look()
+            newer.follow_catalog()
             newer.archive()
             write_file(*arguments)
 
@@ -196,9 +195,9 @@ def test_one_that_is_taken_over_calls_no_records_lost_that_the_newer_one_has_arc
     dataset = world.set_dataset(partitions=1)
     world.append(dataset, *reports("fire", "a"))
     with data_cluster(driver, world) as former, data_cluster(driver, world) as newer:
-        former.look()
+        former.follow_catalog()
         former.archive()
-        newer.look()
+        newer.follow_catalog()
         newer.archiver.hot_records = 1
         world.append(dataset, *reports("fire", "b", "c", "d"))
         newer.archive()
@@ -224,7 +223,7 @@ def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSessi
     damaged.touch()
     with data_cluster(driver, world) as cluster:
         with pytest.raises(OSError, match=f"{kind}/{name}"):
-            cluster.look()
+            cluster.follow_catalog()
         world.append(dataset, *reports("fire", "a"))
         until(lambda: world.ids(interest) == ["a"])
         status = world.status(name)
@@ -232,10 +231,10 @@ def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSessi
         assert status.state == "failing"
         assert f"{kind}/{name}" in status.reason
         with pytest.raises(OSError, match=f"{kind}/{name}"):
-            cluster.look()
+            cluster.follow_catalog()
         assert world.status(name) == status, "and it is said once"
         damaged.unlink()
-        cluster.look()
+        cluster.follow_catalog()
         status = world.status(name)
         assert status is not None
         assert status.state == "running"
@@ -244,19 +243,19 @@ def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSessi
 def test_an_order_that_cannot_be_carried_out_holds_up_no_other_one(driver: SparkSession, world: World) -> None:
     dataset, (name, other) = world.set_dataset(), two_queries(world)
     interest = world.register(other, {"type": "fire"})
-    server = executions_server(name, world.servers.ids)
+    server = query_server(name, world.servers.ids)
     with data_cluster(driver, world) as cluster:
-        cluster.look()
+        cluster.follow_catalog()
         cluster.queries()[other].stop()
         world.servers.run(server, (b"SET", restart_key(name), b"1"))
-        progress = world.servers.run(server, (b"GETSET", executions_key(name), b"damaged"))
+        progress = world.servers.run(server, (b"GETSET", progress_key(name), b"damaged"))
         with pytest.raises(DynamothError, match="progress"):
-            cluster.look()
+            cluster.follow_catalog()
         assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 1
         world.append(dataset, *reports("fire", "a"))
         until(lambda: world.ids(interest))
-        world.servers.run(server, (b"SET", executions_key(name), progress))
-        cluster.look()
+        world.servers.run(server, (b"SET", progress_key(name), progress))
+        cluster.follow_catalog()
         assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 0
 
 
@@ -269,12 +268,12 @@ def test_definitions_that_cannot_be_read_are_refused_once(
     world.put(DATASETS_KEY, "events", Entry(1, {"kind": "odd"}))
     world.put(QUERIES_KEY, "odd", Entry(1, {"sql": 7}))
     with data_cluster(driver, world) as cluster:
-        cluster.look()
+        cluster.follow_catalog()
         assert [*cluster.queries()] == ["of_type"]
         assert cluster.refused.keys() == {"of_events", "odd"}
         assert "the definition of dataset 'events' cannot be read: " in cluster.refused["of_events"]
         statuses = [world.status(name) for name in cluster.refused]
-        cluster.look()
+        cluster.follow_catalog()
         assert [world.status(name) for name in cluster.refused] == statuses
         said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert sorted(each.partition(" cannot be ")[0] for each in said) == [
@@ -282,7 +281,7 @@ def test_definitions_that_cannot_be_read_are_refused_once(
         ]  # fmt: skip
         world.set_dataset("events", version=2)
         world.drop_query("odd", 2)
-        cluster.look()
+        cluster.follow_catalog()
         assert cluster.queries().keys() == {"of_type", "of_events"}
         assert cluster.refused == {}
 
@@ -297,20 +296,20 @@ def test_counters_do_not_fall_when_queries_are_changed_and_dropped(driver: Spark
         )
 
     with data_cluster(driver, world) as cluster:
-        cluster.look()
+        cluster.follow_catalog()
         world.append(dataset, *reports("fire", "a"))
         until(lambda: world.ids(interest))
         until(lambda: counted() == 1)
         world.set_query(version=2, sql="SELECT upper(r.id) AS id FROM reports r WHERE r.type = :type")
-        cluster.look()
+        cluster.follow_catalog()
         assert counted() == 1
         world.append(dataset, *reports("fire", "b"))
         until(lambda: counted() == 2)
         world.drop_query("of_type", 3)
-        cluster.look()
+        cluster.follow_catalog()
         assert counted() == 2
         world.set_query(version=4)
-        cluster.look()
+        cluster.follow_catalog()
         assert counted() == 2, "the counts of the query go on, and count once"
 
 

@@ -12,9 +12,12 @@ import redis
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import log_keys
+from dynamoth.errors import ConfigError
+from dynamoth_analytics.cluster.sink import BatchWriter
 from tests.data_cluster.world import World
 
 
@@ -40,6 +43,13 @@ def stream(driver: SparkSession, folder: Path) -> DataFrame:
 def put(folder: Path, name: str, *lines: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / name).write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("option", ["retained", "ttl_s", "term"])
+def test_an_option_that_is_no_number_is_refused(option: str) -> None:
+    schema = StructType().add("channel", "string").add("payload", "string")
+    with pytest.raises(ConfigError, match="retained, ttl_s and term are numbers"):
+        BatchWriter({"url": "dynamoth://127.0.0.1:6379", option: "many"}, schema)
 
 
 def test_a_batch_is_published_on_live_channels(driver: SparkSession, world: World) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,9 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import Window
 from dynamoth.data.records import partition_keys
 from dynamoth_analytics.cluster import small_windows
-from dynamoth_analytics.cluster.reading import RecordsLost
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, SmallWindows, Table, pairs
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.reading import RecordsLost
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.files import parquet
 from tests.data_cluster.world import STATIC, World, reports, stream_session
 
@@ -96,6 +97,21 @@ def test_a_snapshot_begins_with_the_base_of_spark(driver: SparkSession, world: W
     )
 
 
+def test_a_base_that_is_too_large_is_not_read(
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets, query = set_all(world), world.set_query(**NEAR)
+    context = world.context(driver)
+    world.append(datasets["reports"], *reports("fire", "a"))
+    places = ({"id": f"u{number}", "type": secrets.token_hex(2000), "size": number} for number in range(20))
+    world.append(datasets["places"], *places)
+    context.snapshots.renew(driver, datasets["places"], world.servers.states({"places": 2}))
+    assert context.small_windows.tables(query, datasets, window(world, shelters=1)) is not None
+    monkeypatch.setattr(small_windows, "BYTES_MAX", 20_000)
+    monkeypatch.setattr(parquet, "read_table", lambda _: pytest.fail("it was read"))
+    assert small(world).tables(query, datasets, window(world, shelters=1)) is None
+
+
 @pytest.mark.parametrize(
     ("bound", "value"),
     [("RECORDS_MAX", 1), ("BYTES_MAX", 10), ("ROWS_MAX", 0), ("CHANGES_MAX", 1)],
@@ -140,7 +156,7 @@ def test_results_are_those_of_a_large_window(
             if bound is not None:
                 patch.setattr(f"dynamoth_analytics.cluster.{bound}", 0)
             sealed = Window(start, {**end, "sealed_ms": world.servers.now_ms()})
-            runner._run(stream_session(driver), 1, sealed)  # pyright: ignore[reportPrivateUsage]
+            runner.executions.run(stream_session(driver), 1, sealed)
     found = {name: world.rows(interest) for name, interest in interests.items()}
     assert found["small"] == found["grids"] == found["interests"] == found["large"]
     assert len(found["small"][0]) >= rows

@@ -18,9 +18,10 @@ from pyspark.sql import DataFrame, SparkSession
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_keys
-from dynamoth_analytics.cluster import small_windows, snapshots
-from dynamoth_analytics.cluster.archive import Archiver
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster import small_windows
+from dynamoth_analytics.cluster.storage import snapshots
+from dynamoth_analytics.cluster.storage.archive import Archiver
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.files import arrow
 from tests.data_cluster.world import World, until
 

@@ -16,10 +16,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_keys, partition_name
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.archive import Archiver
-from dynamoth_analytics.cluster.loads import LOADS_KEPT, LoadCopies, read_copy
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.cluster.source import DynamothSource
+from dynamoth_analytics.cluster.storage.archive import Archiver
+from dynamoth_analytics.cluster.storage.loads import LOADS_KEPT, LoadCopies, read_copy
+from dynamoth_analytics.cluster.storage.reading import RecordsLost, read_range
 from tests.data_cluster.world import STATIC, World, reports
 
 
@@ -220,6 +220,6 @@ def test_processes_that_copy_a_load_at_the_same_time_make_one_copy(
         assert len(copies.files(dataset)) == 2
         return read_range(*arguments)
 
-    monkeypatch.setattr("dynamoth_analytics.cluster.loads.read_range", other_first)
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.loads.read_range", other_first)
     assert len(copies.files(dataset)) == 2
     assert [path.name for path in (tmp_path / "shelters").iterdir()] == ["1"]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from dynamoth_analytics.cluster.spatial import PLANE, SPHERE, Grid
+from dynamoth_analytics.cluster.sql.spatial import PLANE, SPHERE, Grid
 from tests.data_cluster.test_sql import distance
 
 POINTS = 4000

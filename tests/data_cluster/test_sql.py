@@ -18,9 +18,10 @@ from pyspark.sql import functions as F
 from dynamoth.data.datasets import read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.dialect import AGGREGATES
-from dynamoth_analytics.cluster.spatial import EARTH_M
-from dynamoth_analytics.cluster.sql import compile_query, interest_schema, view_schema
+from dynamoth_analytics.cluster.sql.compiled import compile_query
+from dynamoth_analytics.cluster.sql.dialect import AGGREGATES
+from dynamoth_analytics.cluster.sql.schema import interest_schema, view_schema
+from dynamoth_analytics.cluster.sql.spatial import EARTH_M
 
 DATASETS = {
     "reports": read_dataset(

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth.data.progress import WindowEnd
-from dynamoth_analytics.cluster.executions import QueryRunner
+from dynamoth_analytics.cluster.executions import Executions
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
 from dynamoth_analytics.cluster.stalls import BOUND_S_MIN, LOOK_S_MAX, Stall, bound_s
@@ -76,7 +76,7 @@ def test_an_execution_that_hangs_is_shown_until_it_ends(
         go_on.wait()
         return Counter()
 
-    monkeypatch.setattr(QueryRunner, "_run", hang)
+    monkeypatch.setattr(Executions, "run", hang)
     dataset = world.set_dataset()
     world.set_query()
     cluster = ClusterRunner(driver, world.servers, world.cluster_url, world.folder, 3600.0)
@@ -92,7 +92,7 @@ def test_an_execution_that_hangs_is_shown_until_it_ends(
             cluster.queries()["of_type"].watch(next(clock))
 
     try:
-        cluster.look()
+        cluster.follow_catalog()
         watch_for(100)
         assert shown() == (0, "running")
         world.append(dataset, *reports("fire", "a"))

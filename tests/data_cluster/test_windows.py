@@ -9,7 +9,7 @@ import pytest
 
 from dynamoth.data.progress import WindowEnd
 from dynamoth.data.records import partition_keys
-from dynamoth_analytics.cluster.reading import RecordsLost
+from dynamoth_analytics.cluster.storage.reading import RecordsLost
 from dynamoth_analytics.cluster.windows import CONTINUOUS_MS, Ticks, Windows
 from tests.data_cluster.world import STATIC, World, reports
 

@@ -19,10 +19,10 @@ from dynamoth.data.progress import (
     Progress,
     QueryStatus,
     begin_progress_command,
-    executions_key,
-    executions_server,
     parse_progress,
     parse_status,
+    progress_key,
+    query_server,
     status_key,
 )
 from dynamoth.data.queries import StandingQuery, read_query
@@ -30,11 +30,12 @@ from dynamoth.data.records import append_records_command, finish_load_command, p
 from dynamoth.data.registrations import register_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import LOG_PREFIX, log_keys, log_server
-from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
+from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.publishing import close_publishers
+from dynamoth_analytics.cluster.query_runner import QueryRunner
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.urls import ClusterAddress, parse_server_url
 
@@ -96,7 +97,7 @@ class World:
     def set_query(self, name: str = "of_type", **settings: Any) -> StandingQuery:
         query = read_query(name, {**OF_TYPE, **settings})
         begin = begin_progress_command(name, {"tick_ms": 0, "offsets": {}})
-        self.servers.run(executions_server(name, self.servers.ids), begin)
+        self.servers.run(query_server(name, self.servers.ids), begin)
         self.put(QUERIES_KEY, name, entry_of(query))
         return query
 
@@ -155,11 +156,11 @@ class World:
         return [row["id"] for rows in self.rows(interest) for row in rows]
 
     def progress(self, query: str) -> Progress | None:
-        server = executions_server(query, self.servers.ids)
-        return parse_progress(self.servers.run(server, (b"GET", executions_key(query))))
+        server = query_server(query, self.servers.ids)
+        return parse_progress(self.servers.run(server, (b"GET", progress_key(query))))
 
     def status(self, query: str) -> QueryStatus | None:
-        server = executions_server(query, self.servers.ids)
+        server = query_server(query, self.servers.ids)
         return parse_status(self.servers.run(server, (b"GET", status_key(query))))
 
     def executions(self, query: str) -> list[dict[str, Any]]:

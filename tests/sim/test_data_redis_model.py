@@ -14,7 +14,7 @@ from dynamoth.data.progress import (
     Window,
     WindowEnd,
     begin_progress_command,
-    executions_key,
+    progress_key,
     store_progress_command,
 )
 from dynamoth.data.records import partition_keys, range_command
@@ -59,7 +59,7 @@ STORIES: dict[str, list[Command]] = {
         claim_command(2, "a"),
         store_progress_command("near", PROGRESS, 1),
         store_progress_command("near", PROGRESS, 2),
-        (b"GET", executions_key("near")),
+        (b"GET", progress_key("near")),
     ],
     "a stream is trimmed by the newest data cluster": [
         *((b"XADD", STREAM, b"%d-0" % offset, b"t", b"1", b"d", b"{}") for offset in (3, 4, 5)),
@@ -72,7 +72,7 @@ STORIES: dict[str, list[Command]] = {
     "a query begins once": [
         begin_progress_command("near", END),
         begin_progress_command("near", {**END, "tick_ms": 6}),
-        (b"GET", executions_key("near")),
+        (b"GET", progress_key("near")),
     ],
     "a definition is replaced by a later one": [put(2, a=1), put(1, a=2), put(2), put(3), (b"HGETALL", QUERIES_KEY)],
     "a definition replaces what is none": [

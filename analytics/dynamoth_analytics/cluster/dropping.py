@@ -15,7 +15,7 @@ from dynamoth.data.progress import QueryStatus, WindowEnd, give_up
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.results import dropped_payload
-from dynamoth_analytics.cluster.executions import ClusterContext
+from dynamoth_analytics.cluster.context import ClusterContext
 
 SCAN_COUNT = b"1000"
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("dynamoth.data-cluster")
 def end_dropped(context: ClusterContext, name: str) -> None:
     """Publish to the interests of a dropped query that it was dropped, unless that is done.
 
-    Raises LogServerFailed, OSError and Fenced; call it again then.
+    Raises LogServerFailed and OSError; call it again then. Raises TakenOver, too.
     """
     progress = context.progress(name)
     if progress is not None and progress.is_dropped:
@@ -40,8 +40,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     last = replace(give_up(progress, None, end, now_ms), is_dropped=True)
     query = StandingQuery(name, "", "", 0, version=status.version, retained_min=RETAINED_MAX)
     payload = dropped_payload(name, status.version, last.execution, now_ms)
-    counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-    context.publisher(query, last.execution, 0).publish_payloads(((each, payload) for each in interests), counts)
+    context.publisher(query, last.execution, 0).publish_payloads((each, payload) for each in interests)
     context.store_progress(name, last)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):

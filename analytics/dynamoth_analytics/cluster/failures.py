@@ -1,4 +1,4 @@
-"""What an error of Spark means to a person, and how one failure does not hold up other work."""
+"""Reasons of failures in words for people, whether Spark still runs, and work whose parts fail one by one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ from pyspark.sql import SparkSession
 
 from dynamoth.edge.log import is_fenced
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.publishing import Fenced
-from dynamoth_analytics.cluster.servers import LogServerFailed
+from dynamoth_analytics.cluster.servers import LogServerFailed, TakenOver
 from dynamoth_analytics.errors import SparkFailed
 
 CHARACTERS_MAX = 300
-
+"""Of a reason, for people."""
 
 _AGAIN = "this process ends, and is to be started again; queries go on where they were"
-
-
-class TakenOver(DynamothError):
-    """Raised when a newer data cluster works with the same log servers: this one has to end."""
-
-    code = "taken-over"
 
 
 _OURS = re.compile(r"dynamoth\w*\.[\w.]*?(\w+): (.+)")
@@ -51,7 +44,7 @@ _WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEP
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one sentence about an error."""
+    """Return why something has failed, as one sentence of at most ``CHARACTERS_MAX`` characters for people."""
     text = str(error).strip()
     is_disk_full = any(each in text for each in _DISK_IS_FULL)
     if isinstance(error, OSError) and is_disk_full:
@@ -84,11 +77,11 @@ def check_spark(spark: SparkSession) -> None:
         raise SparkFailed(f"Spark has stopped, or its Java has died: {_AGAIN}")
 
 
-def is_fenced_by_another(error: BaseException) -> bool:
-    """Tell whether an error says that a newer data cluster has taken over."""
+def is_taken_over(error: BaseException) -> bool:
+    """Return whether an error, perhaps one of a worker of Spark, says that a newer data cluster has taken over."""
     if isinstance(error, LogServerFailed):
         return is_fenced(str(error.__cause__))
-    return isinstance(error, Fenced) or f"{Fenced.__module__}.{Fenced.__name__}: " in str(error)
+    return isinstance(error, TakenOver) or f"{TakenOver.__module__}.{TakenOver.__name__}: " in str(error)
 
 
 class Failures:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dynamoth.data.records import DATA_PREFIX
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.batches import write_text
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.storage.durable_files import write_text
 
 IDENTITY_KEY = DATA_PREFIX + b"identity"
 """String at every log server: the identity of all of them."""

@@ -1,4 +1,4 @@
-"""Stores what applications publish on ``d:NAME``, the channel of a dataset.
+"""Stores the records that applications publish on ``d:NAME``, the channel of a dataset.
 
 Theory of operation
 -------------------
@@ -10,8 +10,8 @@ client (``QUEUE_MAX``). What does not fit into it is dropped, and a gap says how
 
 A message is durable only when it is stored: a publisher does not hear of that. PUBLISH returns the number of receivers;
 while no data cluster runs, it is 0 and the message is lost. What waits in the queue is lost with its reader, and
-counted as missing: when its dataset is dropped, and when the process ends. Whoever needs an answer stores records with
-``DatasetWriter``, or publishes at a broker.
+counted as missing: when its dataset is dropped, and when the process ends. A publisher that needs an answer stores
+records with ``DatasetWriter``, or publishes at a broker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCE = "publish"
 """Where dead letters say that their record came from."""
 
 FOLLOW_S = 2.0
-"""The catalog is read this often: so late begins a new dataset to be stored."""
+"""The catalog is read this often: messages for a new dataset are stored after this time."""
 
 QUEUE_MAX = 65_536
 """Messages of one dataset that wait to be stored."""
@@ -72,11 +72,11 @@ class Ingest:
         self._readers: dict[str, asyncio.Task[None]] = {}
         #: Datasets whose channel was subscribed to successfully.
         self.subscribed: set[str] = set()
-        #: What does not work now, by dataset; "" is the catalog.
+        #: Present faults, by dataset; "" is the catalog.
         self.faults: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Store what is published, until this is cancelled. Faults are logged, and tried again."""
+        """Store published records, until this is cancelled. After a fault, which is logged, it tries again."""
         client = connect(self._cluster_url)
         try:
             async with self._writer:
@@ -90,7 +90,7 @@ class Ingest:
             await client.aclose()
 
     async def _follow(self, client: Redis) -> None:
-        """Begin to read new datasets, and end what reads those that are gone."""
+        """Start a reader for each new dataset, and end the readers of datasets that are gone."""
         try:
             catalog = await self._writer.catalog()
         except DynamothError as error:
@@ -112,7 +112,7 @@ class Ingest:
             _log.error("a reader has ended because of a bug, and begins again: please report this line", exc_info=error)
 
     async def _read(self, client: Redis, name: str) -> None:
-        """Store what is published for one dataset, until this is cancelled."""
+        """Store the records that are published for one dataset, until this is cancelled."""
         try:
             while True:
                 try:
@@ -164,7 +164,7 @@ class Ingest:
             self._count_lost(name, len(records))
 
     def _count_lost(self, name: str, count: int) -> None:
-        """Count what a reader has not stored when it ends; some of it may be stored."""
+        """Count the messages that a reader may not have stored when it ends."""
         if count:
             self.counts["missing"] += count
             _log.warning("a reader of dataset %s ends: %d messages may be missing", name, count)
@@ -193,7 +193,7 @@ class Ingest:
         return again
 
     def _note(self, name: str, fault: str | None) -> None:
-        """Remember what does not work, and log it once; and that it works again."""
+        """Note a fault, None: there is none any more. Beginning and end of a fault are logged once."""
         before = self.faults.get(name)
         what = f"dataset {name}" if name else "the catalog"
         if fault is None:

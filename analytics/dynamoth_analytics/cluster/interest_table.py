@@ -1,4 +1,4 @@
-"""The interest table of each query: a Parquet file for Spark, kept current from what brokers register."""
+"""The interest table of each query: a Parquet file for Spark, which follows the registrations of brokers."""
 
 from __future__ import annotations
 
@@ -21,33 +21,27 @@ from dynamoth.data.registrations import (
     register_command,
     registration_keys,
 )
-from dynamoth_analytics.cluster.schema import PARAMETER_PREFIX
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.sql.schema import INTEREST, PARAMETER_PREFIX
+from dynamoth_analytics.cluster.storage.batches import ARROW_TYPES
 from dynamoth_analytics.files import arrow, parquet
 
 CHANGES_PER_READ = 5000
+"""Changes of one command: a log server executes nothing else meanwhile."""
 
 REGISTERED = "_registered"
+"""Column with the time at which an interest was registered, in ms since 1970 of its log server."""
 
 _log = logging.getLogger("dynamoth.data-cluster")
 
 _UNFIT = ValueError, TypeError, OverflowError
 """What Arrow raises for a value that a column cannot have; its own errors are of these types."""
 
-_TYPES: dict[ParameterType, Any] = {
-    "string": arrow.string(),
-    "int": arrow.int64(),
-    "float": arrow.float64(),
-    "bool": arrow.bool_(),
-}
-
 
 def table_schema(query: StandingQuery) -> Any:
     """Return the Arrow schema of a query's interest table: id, when it was registered (ms), and the parameters."""
-    parameters = [arrow.field(PARAMETER_PREFIX + each.name, _TYPES[each.type]) for each in query.parameters]
-    return arrow.schema([
-        arrow.field("_interest", arrow.string()), arrow.field(REGISTERED, arrow.int64()), *parameters,
-    ])  # fmt: skip
+    parameters = [arrow.field(PARAMETER_PREFIX + each.name, ARROW_TYPES[each.type]) for each in query.parameters]
+    return arrow.schema([arrow.field(INTEREST, arrow.string()), arrow.field(REGISTERED, arrow.int64()), *parameters])
 
 
 @dataclass
@@ -64,11 +58,11 @@ class _Mirror:
 
 
 class InterestTable:
-    """The interests of one query.
+    """The interests of one query. Several threads may use it.
 
     Args:
         servers: the log servers.
-        folder: in which the files are written; one process may use it.
+        folder: in which the files are written; one process may use it. Files of a former process are deleted.
         query: whose interests.
 
     """
@@ -92,7 +86,7 @@ class InterestTable:
         return sum(len(mirror.registrations) for mirror in self._mirrors.values())
 
     def refresh(self) -> None:
-        """Read what has changed. Raises LogServerFailed."""
+        """Read the changes at all log servers. Raises LogServerFailed."""
         with self._lock:
             for id_, mirror in self._mirrors.items():
                 self._read(id_, mirror)
@@ -129,7 +123,7 @@ class InterestTable:
                 return
 
     def _has_all_changes(self, id_: str, mirror: _Mirror) -> bool:
-        """Tell whether the stream of changes goes on where it was read last: not trimmed, and not lost."""
+        """Return whether the stream of changes goes on where it was read last: not trimmed, and not lost."""
         changes, position = registration_keys(self._query.name)[2], mirror.position or "0-0"
         one = (b"COUNT", b"1")
         first, last = self._servers.run_all(
@@ -166,7 +160,7 @@ class InterestTable:
             _log.warning(text, id_, len(lost), self._query.name)
 
     def _put(self, mirror: _Mirror, registration: Registration) -> None:
-        """Take what a server says about one interest."""
+        """Note a registration of one interest, or its end."""
         self._is_changed = True
         interest_id = registration.interest_id
         mirror.rows.pop(interest_id, None)
@@ -179,11 +173,11 @@ class InterestTable:
         if fault := self._query.fault(values):  # it is of another version
             mirror.unfit[interest_id] = fault
             return
-        columns = (_column(each.type, values[each.name]) for each in self._query.parameters)
+        columns = (column_value(each.type, values[each.name]) for each in self._query.parameters)
         mirror.rows[interest_id] = (interest_id, registration.at_ms, *columns)
 
     def _can_write(self, schema: Any, row: tuple[Any, ...]) -> bool:
-        """Tell whether the file can have a row; one that it cannot is logged once, and harms no other interest."""
+        """Return whether the file can have a row; one that it cannot is logged once, and harms no other interest."""
         try:
             _arrays(schema, [row])
         except _UNFIT as error:
@@ -216,7 +210,7 @@ def _arrays(schema: Any, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
     return [arrow.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
 
 
-def _column(type_: ParameterType, value: Any) -> Any:
+def column_value(type_: ParameterType, value: Any) -> Any:
     """Return a value of a parameter as its column has it: ``1.0`` is an int where the parameter is one."""
     return int(value) if type_ == "int" else float(value) if type_ == "float" else value
 
@@ -238,5 +232,5 @@ def expire_interests(servers: LogServers, query: str) -> int:
 
 
 def _is_at_most(one: str, other: str) -> bool:
-    """Tell whether an id of a stream is not behind another one."""
+    """Return whether an id of a stream is not behind another one."""
     return tuple(map(int, one.split("-"))) <= tuple(map(int, other.split("-")))

@@ -36,7 +36,7 @@ _INGESTED = {
 
 
 def collect_ingest(counts: Counter[str], waiting: int) -> Iterator[Metric]:
-    """Yield the families of what applications publish for datasets, of which so many cannot be stored now."""
+    """Yield the families of what applications publish for datasets; ``waiting`` datasets cannot be stored now."""
     yield _FAMILIES.gauge("ingest_waiting", "Datasets for which published records wait to be stored", waiting)
     yield from _FAMILIES.counters(
         {f"ingest_{name}": text for name, text in _INGESTED.items()},
@@ -54,7 +54,8 @@ def collect(runner: ClusterRunner) -> Iterator[Metric]:
     yield _FAMILIES.gauge("queries_failing", "Queries that fail now", failing)
     stalled = sum(each.is_stalled for each in queries.values())
     yield _FAMILIES.gauge("queries_stalled", "Queries of which no execution ends though records wait", stalled)
-    yield _FAMILIES.gauge("interests", "Interests of all queries", sum(len(each.table) for each in queries.values()))
+    interests = sum(len(each.executions.interests) for each in queries.values())
+    yield _FAMILIES.gauge("interests", "Interests of all queries", interests)
     yield _FAMILIES.counter("archived", "Records that were archived", runner.archiver.records)
     is_full = int(runner.archiver.is_full)
     yield _FAMILIES.gauge("archive_full", "1: the disk of the archive is full, so records stay at Redis", is_full)

@@ -36,7 +36,7 @@ class OutdatedInterests:
     def end(self, publisher: ResultPublisher, table: InterestTable) -> None:
         """Publish to the interests that do not fit, in an execution, unless that is done.
 
-        Raises LogServerFailed and Fenced; call it again then, with the same execution or a later one.
+        Raises LogServerFailed and TakenOver; call it again then, with the same execution or a later one.
         """
         unfit = table.unfit()
         self._ended &= unfit.keys()  # one that was forgotten and comes back is ended again
@@ -47,8 +47,7 @@ class OutdatedInterests:
         payloads = {each: changed_payload(*head, new[each]) for each in new}
         last = _last_payloads(publisher.servers, [*payloads])
         waiting = {each: payload for each, payload in payloads.items() if not _is_said(last.get(each), payload)}
-        counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-        publisher.publish_payloads(waiting.items(), counts)
+        publisher.publish_payloads(waiting.items())
         self._ended |= new.keys()
         if waiting:
             text = "query %s has changed: %d interests do not fit it any more, and know"
@@ -60,7 +59,7 @@ def _is_said(last: bytes | None, payload: bytes) -> bool:
 
 
 def _is_latest(publisher: ResultPublisher) -> bool:
-    """Tell whether this is the latest version: else interests may fit that one, and brokers may know it already."""
+    """Return whether this is the latest version: else interests may fit that one, and brokers may know it already."""
     query = publisher.servers.catalog().queries.get(publisher.query)
     return query is not None and query.version == publisher.version
 

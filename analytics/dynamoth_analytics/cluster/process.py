@@ -19,13 +19,13 @@ from pyspark.sql import SparkSession
 
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.settings.sections import DataClusterSettings
-from dynamoth_analytics.cluster.ending import is_asked_to_end, java_ignores_sigterm
-from dynamoth_analytics.cluster.failures import TakenOver, reason_of
+from dynamoth_analytics.cluster.failures import reason_of
 from dynamoth_analytics.cluster.identity import WrongFolder
 from dynamoth_analytics.cluster.ingest import Ingest
 from dynamoth_analytics.cluster.metrics import collect, collect_ingest
 from dynamoth_analytics.cluster.runner import ClusterRunner
-from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.servers import LogServers, TakenOver
+from dynamoth_analytics.cluster.signals import is_asked_to_end, java_ignores_sigterm
 from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.errors import SparkFailed
 from dynamoth_analytics.session import check_session, open_session
@@ -34,21 +34,21 @@ from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from dynamoth_daemon.process import DaemonProcess
 from dynamoth_link.options import LinkOptions
 
-LOOK_S = 1.0
-"""The catalog is read, and failed queries are started again, this often."""
+FOLLOW_S = 1.0
+"""The catalog is read, and queries that have failed are started again, this often."""
 
 UPKEEP_S = 60.0
-"""Interests are ended, and snapshots renewed, this often."""
+"""Interests whose time is over are ended, and snapshots renewed, this often."""
 
 WATCH_S = 10.0
-"""Somebody looks this often whether queries are stalled."""
+"""It is checked this often whether queries are stalled."""
 
 JAVA_OPTIONS = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000"
     " -XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
 )
-"""Ten times the defaults: Java optimizes less of what executions of small windows call a few times. That saves a fifth
-of its CPU time on two cores, and large windows take as long as before (``bench.small_windows``,
+"""Ten times the defaults: Java optimizes less code that executions of small windows call only a few times. That saves a
+fifth of its CPU time on two cores, and large windows take as long as before (``bench.small_windows``,
 ``bench.data_cluster``).
 """
 
@@ -73,7 +73,7 @@ class DataClusterConfig(DataClusterSettings):
 
 
 class _NoMachine:
-    """A daemon has a machine. This one decides nothing that needs one: Spark does the work."""
+    """The machine that every daemon has. That of a data cluster does nothing: threads and Spark do the work."""
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Do nothing."""
@@ -159,7 +159,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         #: Set when the runner has a term.
         self._begun = asyncio.Event()
         self._ingesting: asyncio.Future[None] | None = None
-        #: What does not work now, by kind of work.
+        #: Present faults, by kind of work.
         self._faults: dict[str, str] = {}
         self._threads = ThreadPoolExecutor(5, "data-cluster")
 
@@ -170,7 +170,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._ingesting = asyncio.ensure_future(self._keep_ingesting())
         self._ingesting.add_done_callback(self._on_ingest_done)
         works = (
-            self._keep("queries", self._runner.look, LOOK_S),
+            self._keep("queries", self._runner.follow_catalog, FOLLOW_S),
             self._keep_begun("archive", self._runner.archive, self._config.archive_s),
             self._keep_begun("upkeep", self._runner.tidy, UPKEEP_S),
             self._keep_begun("watch", self._runner.watch, WATCH_S),
@@ -187,7 +187,7 @@ class DataClusterProcess(DaemonProcess[Any]):
             self._threads.shutdown()
 
     async def _keep_ingesting(self) -> None:
-        """Store what is published once this data cluster has begun: another one may do so until then."""
+        """Store published records, once this data cluster has begun: another one may do so until then."""
         await self._begun.wait()
         await self._ingest.run()
 
@@ -198,12 +198,12 @@ class DataClusterProcess(DaemonProcess[Any]):
             self.end(EXIT_FAILED)
 
     async def _keep_begun(self, name: str, work: Callable[[], Any], every_s: float) -> None:
-        """Do some work as ``_keep``, once this data cluster has begun."""
+        """Do as ``_keep``, once this data cluster has begun."""
         await self._begun.wait()
         await self._keep(name, work, every_s)
 
     async def _keep(self, name: str, work: Callable[[], Any], every_s: float) -> None:
-        """Do some work again and again, in a thread; a fault is logged once, and it is tried again."""
+        """Do some work every ``every_s`` seconds, in a thread. One that fails is logged once, and tried again."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -232,7 +232,7 @@ class DataClusterProcess(DaemonProcess[Any]):
     # The parts of a daemon.
 
     def shut_down(self) -> None:
-        """End; what fails from now on, as parts of Spark may have ended already, is no fault of a query."""
+        """End. Failures from now on are no faults of queries, as parts of Spark may have ended already."""
         self._runner.prepare_stop()
         super().shut_down()
 
@@ -257,7 +257,7 @@ class DataClusterProcess(DaemonProcess[Any]):
         return {"folder": str(self._folder)}
 
     def why_not_ready(self) -> str | None:
-        """Return what does not work now. A query that fails is shown by metrics and status: others are executed."""
+        """Return the present faults. A query that only fails is not among them: see its status, and the metrics."""
         faults = [f"{name}: {reason}" for name, reason in self._faults.items()]
         queries = self._runner.queries().items()
         faults += [f"query {name} is stalled: {each.status.reason}" for name, each in queries if each.is_stalled]

@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,8 +25,7 @@ from dynamoth.data.results import result_payload, too_large_payload
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import Appended, LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
 from dynamoth.edge.publications import LoggedPublication, pack_publication
-from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
 from dynamoth_client.asyncio import Redis
 from dynamoth_client.asyncio import from_url as connect
 
@@ -42,42 +41,46 @@ RETRY_S = 0.5
 RETRY_S_MAX = 30.0
 """A log server that fails is tried again this often, and by default for this time."""
 
-METRICS_SCHEMA = "result_sets long, rows long, bytes long, repeated long, too_large long, unpublished long"
+COUNTS = ("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished")
+"""What is counted of an execution: docs/data-cluster.md explains each, in the section about the journal."""
 
-_log = logging.getLogger(__name__)
+COUNTS_SCHEMA = ", ".join(f"{name} long" for name in COUNTS)
+"""The schema of ``ResultPublisher.publish``, as Spark's DDL."""
 
-
-class Fenced(DynamothError):
-    """Raised when a data cluster with a larger term has taken over: this one has to end."""
-
-    code = "fenced"
+_log = logging.getLogger("dynamoth.data-cluster")
 
 
 @dataclass(frozen=True)
 class ResultPublisher:
-    """How the result sets of one execution are published."""
+    """Publishes the result sets of one execution. Spark copies it to its workers."""
 
     servers: LogServers
+    #: Of the cluster through which brokers are notified.
     cluster_url: str
     query: str
     version: int
     execution: int
     tick_ms: int
     term: int
+    #: Payloads up to this size come with the notification, and brokers fetch others; -1: they fetch all.
     inline_bytes_max: int
+    #: A larger result set is replaced by an error.
     result_bytes_max: int
+    #: A log keeps at least this many publications.
     retained_min: int
+    #: How long a log lives after its last reader or writer.
     ttl_s: float
     #: A log server that fails is tried again for this time; then the execution fails, and is repeated as a whole.
     retry_s: float = RETRY_S_MAX
 
     def publish(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Publish Arrow batches with the columns interest, rows and result; yield one batch of ``METRICS_SCHEMA``."""
+        """Publish Arrow batches with the columns interest, rows and result; yield one batch of ``COUNTS_SCHEMA``.
+
+        Raises as ``publish_payloads``.
+        """
         import pyarrow as arrow  # pyright: ignore[reportMissingTypeStubs] workers import it when they need it
 
-        counts: dict[str, int] = dict.fromkeys(
-            ("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished"), 0
-        )
+        counts: Counter[str] = Counter()
 
         def payloads() -> Iterator[tuple[str, bytes]]:
             for batch in batches:
@@ -86,14 +89,15 @@ class ResultPublisher:
                     counts["rows"] += rows
                     yield interest, self._payload(rows, result, counts)
 
-        self.publish_payloads(payloads(), counts)
-        yield arrow.RecordBatch.from_pydict({name: [count] for name, count in counts.items()})
+        counts.update(self.publish_payloads(payloads()))
+        yield arrow.RecordBatch.from_pydict({name: [counts[name]] for name in COUNTS})
 
-    def publish_payloads(self, payloads: Iterable[tuple[str, bytes]], counts: dict[str, int]) -> None:
-        """Publish one payload for each of these interests, and count.
+    def publish_payloads(self, payloads: Iterable[tuple[str, bytes]]) -> Counter[str]:
+        """Publish one payload for each of these interests, given its id; return the counts.
 
-        Raises LogServerFailed (a server has not answered for ``retry_s``) and Fenced.
+        Raises LogServerFailed (a server has not answered for ``retry_s``) and TakenOver.
         """
+        counts: Counter[str] = Counter()
         by_server: dict[str, list[tuple[str, bytes]]] = {id_: [] for id_ in self.servers.ids}
         sizes = dict.fromkeys(by_server, 0)
         published = deque[Future[int]]()
@@ -111,8 +115,9 @@ class ResultPublisher:
             if waiting:
                 published.append(self._publish(server, waiting, counts))
         counts["unpublished"] += sum(each.result() for each in published)
+        return counts
 
-    def _payload(self, rows: int, result: str, counts: dict[str, int]) -> bytes:
+    def _payload(self, rows: int, result: str, counts: Counter[str]) -> bytes:
         payload = result_payload(self.query, self.version, self.execution, self.tick_ms, result)
         if len(payload) <= self.result_bytes_max:
             return payload
@@ -122,8 +127,8 @@ class ResultPublisher:
             self.query, self.version, self.execution, self.tick_ms, rows, size, self.result_bytes_max
         )
 
-    def _publish(self, server: str, results: Sequence[tuple[str, bytes]], counts: dict[str, int]) -> Future[int]:
-        """Append to the logs of one server, and begin to publish what was appended; the future is as ``publish``'s."""
+    def _publish(self, server: str, results: Sequence[tuple[str, bytes]], counts: Counter[str]) -> Future[int]:
+        """Append to the logs of one server, and begin to notify brokers; the future gets how many notices failed."""
         appended = self._append(server, results)
         messages: list[tuple[bytes, bytes]] = []
         for (interest, payload), place in zip(results, appended, strict=True):
@@ -147,7 +152,7 @@ class ResultPublisher:
                 return parse_appended_many(self.servers.run(server, command))
             except LogServerFailed as error:
                 if is_fenced(str(error.__cause__)):
-                    raise Fenced(f"another data cluster has taken over: {error}") from error
+                    raise TakenOver(f"another data cluster has taken over: {error}") from error
                 if time.monotonic() > deadline:
                     raise
                 _log.warning("%s; trying again", error)
@@ -165,7 +170,7 @@ class _Publisher:
         self._thread.start()
 
     def publish(self, messages: Sequence[tuple[bytes, bytes]]) -> Future[int]:
-        """Publish; the future gets how many could not be: brokers find those when they compare the ends of logs."""
+        """Publish; the future gets how many failed: brokers find those when they compare the ends of logs."""
         return asyncio.run_coroutine_threadsafe(self._publish(messages), self._loop)
 
     def close(self) -> None:
@@ -209,12 +214,12 @@ def _publisher(url: str) -> _Publisher:
 
 
 def publish_messages(url: str, messages: Sequence[tuple[bytes, bytes]]) -> int:
-    """Publish channels and payloads by this process's client of a cluster; return how many could not be."""
+    """Publish channels and payloads by this process's client of a cluster; return how many failed."""
     return _publisher(url).publish(messages).result()
 
 
 def close_publishers() -> None:
-    """End the clients of this process; who publishes after that gets a new one."""
+    """End the clients of this process: for tests. The next publication makes a new one."""
     with _making:
         while _publishers:
             _publishers.popitem()[1].close()

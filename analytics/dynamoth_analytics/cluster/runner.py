@@ -1,4 +1,4 @@
-"""Brings what is executed in line with the catalog: the work of a data cluster, called by its process in threads."""
+"""Executes the queries of the catalog: the work of a data cluster, which its process calls in threads."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from pyspark.sql import SparkSession
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Catalog, entry_of, put_command
 from dynamoth.data.datasets import Dataset
-from dynamoth.data.progress import QueryStatus, executions_server, restart_key
+from dynamoth.data.progress import QueryStatus, query_server, restart_key
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.archive import Archiver
+from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.dropping import end_dropped
-from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
-from dynamoth_analytics.cluster.failures import Failures, TakenOver, check_spark, reason_of
+from dynamoth_analytics.cluster.failures import Failures, check_spark, reason_of
 from dynamoth_analytics.cluster.identity import check_identity
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.phases import phases
-from dynamoth_analytics.cluster.publishing import Fenced
-from dynamoth_analytics.cluster.retention import Needs, needs_of, unneeded
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.query_runner import QueryRunner
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
 from dynamoth_analytics.cluster.small_windows import SmallWindows
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.archive import Archiver
+from dynamoth_analytics.cluster.storage.retention import Needs, needs_of, unneeded
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.errors import SparkFailed
 
 _log = logging.getLogger("dynamoth.data-cluster")
@@ -43,6 +43,14 @@ class ClusterRunner:
 
     Its methods are called in threads, each by one thread at a time. They raise LogServerFailed and OSError, and can be
     called again then; SparkFailed, TakenOver and WrongFolder are the end.
+
+    Args:
+        spark: the session.
+        servers: the log servers.
+        cluster_url: of the cluster through which brokers are notified.
+        folder: of the data cluster; no other process may use it.
+        ttl_s: how long the log of an interest lives after its last reader or writer, at least.
+
     """
 
     def __init__(self, spark: SparkSession, servers: LogServers, cluster_url: str, folder: Path, ttl_s: float) -> None:
@@ -65,7 +73,7 @@ class ClusterRunner:
         self._runners: dict[str, QueryRunner] = {}
         #: The highest counts of queries, by name, also of those that do not run any more.
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        #: Dropped queries whose users know.
+        #: Dropped queries whose users got their last publication.
         self._ended: set[str] = set()
         #: Held while queries are started and stopped.
         self._looking = threading.Lock()
@@ -98,7 +106,7 @@ class ClusterRunner:
             counts.update(self._counts[name])
         return counts
 
-    def look(self) -> None:
+    def follow_catalog(self) -> None:
         """Start, stop and restart queries, as the catalog and operators say."""
         with self._looking:
             if self._is_stopping:
@@ -154,9 +162,9 @@ class ClusterRunner:
         failures.raise_first()
 
     def watch(self) -> None:
-        """Show which queries are stalled. It does not ask Spark: the other methods wait for one that hangs."""
+        """Show which queries are stalled. Spark is not asked: the other methods wait for it if it hangs."""
         for runner in self.queries().values():
-            with suppress(LogServerFailed):  # to look says so
+            with suppress(LogServerFailed):  # ``follow_catalog`` raises it, too
                 runner.watch(time.monotonic())
 
     def prepare_stop(self) -> None:
@@ -233,17 +241,14 @@ class ClusterRunner:
         self.refused = {name: reason for name, reason in self.refused.items() if name in known}
 
     def _end_dropped(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
-        """Tell the users of dropped queries."""
+        """Publish to the users of dropped queries that they were dropped."""
         for name in catalog.dropped_queries - self._ended:
             with failures.kept():
-                try:
-                    end_dropped(context, name)
-                except Fenced as error:
-                    raise TakenOver(str(error)) from error
+                end_dropped(context, name)
                 self._ended.add(name)
 
     def _start_missing(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
-        """Make runners of queries that have none. One that cannot be executed harms no other."""
+        """Make runners for queries that have none. One that cannot be executed harms no other."""
         spread = phases({name: query.period_s for name, query in catalog.queries.items()})
         for name, query in catalog.queries.items():
             self._ended.discard(name)
@@ -259,7 +264,7 @@ class ClusterRunner:
                 self._refuse(context, name, 0, fault)
 
     def _start(self, context: ClusterContext, definitions: _Definitions, phase_s: float) -> None:
-        """Make a runner, unless the definitions cannot be executed. Raises what keeps it from running now."""
+        """Make a runner. One whose definitions cannot be executed is refused; other errors are shown, and raised."""
         query, datasets, unreadable = definitions
         name = query.name
         try:
@@ -296,7 +301,7 @@ class ClusterRunner:
         self._show(context, name, "refused", reason, version)
 
     def _show(self, context: ClusterContext, name: str, state: str, reason: str, version: int) -> None:
-        """Store the state of a query that does not run, unless that is stored."""
+        """Store the state of a query that does not run, unless it is stored already."""
         status = context.status(name) or QueryStatus()
         if (status.state, status.reason, status.version) != (state, reason, version):
             status.state, status.reason, status.version = state, reason, version
@@ -307,7 +312,7 @@ class ClusterRunner:
         """Return the queries that operators have ordered to begin again."""
         found: set[str] = set()
         for id_ in self._servers.ids:
-            names = [name for name in self._runners if executions_server(name, self._servers.ids) == id_]
+            names = [name for name in self._runners if query_server(name, self._servers.ids) == id_]
             if names:
                 replies = self._servers.run(id_, (b"MGET", *map(restart_key, names)))
                 found |= {name for name, reply in zip(names, replies, strict=True) if reply is not None}
@@ -332,12 +337,12 @@ def _check_readable(faults: Mapping[str, str]) -> None:
 
 
 def _is_same(one: _Definitions | None, other: _Definitions) -> bool:
-    """Tell whether definitions differ in nothing but the loads of static datasets."""
+    """Return whether definitions differ in nothing but the loads of static datasets."""
     return one is not None and (one[0], _comparable(one[1]), one[2]) == (other[0], _comparable(other[1]), other[2])
 
 
 def _comparable(datasets: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Return definitions without what changes when a dataset is only loaded again."""
+    """Return definitions without the settings that change when a static dataset is loaded again."""
     return {
         name: replace(each, loaded=0, version=0) if each.kind == "static" else each for name, each in datasets.items()
     }

@@ -28,6 +28,7 @@ from dynamoth_link.urls import InvalidUrl, parse_log_servers, parse_server_url
 T = TypeVar("T")
 
 TIMEOUT_S = 10.0
+"""Of connecting, and of each reply."""
 
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
 """Arguments of redis-py for ``rediss://`` servers, which are options of the source and of the sink, too."""
@@ -37,6 +38,12 @@ class LogServerFailed(DynamothError):
     """Raised when a log server cannot be reached, or refuses a command."""
 
     code = "log-server"
+
+
+class TakenOver(DynamothError):
+    """Raised when a newer data cluster works with the same log servers, which refuse this one: it has to end."""
+
+    code = "taken-over"
 
 
 @cache
@@ -73,7 +80,7 @@ class LogServers:
         return self._try(server, lambda client: cast("Any", client).execute_command(*command))
 
     def run_all(self, server: str, commands: Iterable[Sequence[CommandPart]]) -> list[Any]:
-        """Execute commands together; return their replies. Raises LogServerFailed for the first that fails."""
+        """Execute commands together, not atomically; return the replies. Raises LogServerFailed where one fails."""
 
         def execute(client: redis.Redis) -> list[Any]:
             with client.pipeline(transaction=False) as pipeline:
@@ -90,7 +97,7 @@ class LogServers:
         return str(self._try(server, lambda client: client.info("server"))["run_id"])
 
     def catalog(self) -> Catalog:
-        """Return the definitions that most recent writers have left at any server. Raises LogServerFailed."""
+        """Return the latest definitions, over the copies of all servers. Raises LogServerFailed."""
         replies = [self.run_all(id_, [(b"HGETALL", DATASETS_KEY), (b"HGETALL", QUERIES_KEY)]) for id_ in self.ids]
         return catalog_of(
             merged(parse_entries(datasets) for datasets, _ in replies),
@@ -130,16 +137,16 @@ class LogServers:
         return partition_server(partition, self.ids)
 
     def tips(self, partitions: Mapping[str, int]) -> dict[str, int]:
-        """Return the last offset of each partition of these datasets, which have so many; 0 where there is nothing.
+        """Return the last offset of each partition; 0 where there is nothing. Raises LogServerFailed.
 
-        Raises LogServerFailed.
+        ``partitions`` is how many each dataset has, by its stream.
         """
         return {name: state.offset for name, state in self.states(partitions).items()}
 
     def states(self, partitions: Mapping[str, int]) -> dict[str, PartitionState]:
-        """Return what the servers know about the offsets of each partition of these datasets, which have so many.
+        """Return what the servers know about the offsets of each partition. Raises LogServerFailed.
 
-        Raises LogServerFailed.
+        ``partitions`` is how many each dataset has, by its stream.
         """
         by_server: dict[str, list[str]] = {}
         for dataset, count in partitions.items():
@@ -161,7 +168,7 @@ class LogServers:
 
 
 def _explained(url: str, error: redis.exceptions.RedisError) -> str:
-    """Return what has failed, with cause and cure where a connection was not made, as links say it."""
+    """Return the reason of an error, with cause and cure where a connection was not made, as links say it."""
     address, text, before = parse_server_url(url), str(error), error.__cause__ or error.__context__
     if isinstance(error, redis.exceptions.AuthenticationError):
         return str(diagnose_reply(address, address.username, "WRONGPASS" if address.password else "NOAUTH"))

@@ -54,13 +54,13 @@ from dynamoth_analytics.cluster.publishing import ResultPublisher, publish_messa
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
-"""The property of a task that has the number of its batch."""
+"""The property of a task with the number of its batch."""
 
 INLINE_BYTES_MAX = 64 * 1024
-"""A logged payload that is longer is not published: brokers read it from the log."""
+"""A longer payload is not published with its notice: brokers read it from the log."""
 
 MESSAGES_MAX = 1000
-"""So many messages are published at a time."""
+"""Messages that are published at a time."""
 
 
 class SinkFailed(DynamothError):
@@ -78,7 +78,7 @@ class _Published(WriterCommitMessage):
 
 @dataclass(frozen=True)
 class _Sink:
-    """What the options say."""
+    """Publishes the rows of tasks, as the options say."""
 
     url: str
     servers: LogServers | None
@@ -108,8 +108,7 @@ class _Sink:
             servers, self.url, "", 0, execution, 0, self.term, INLINE_BYTES_MAX, 0,
             self.options.retained_min, self.options.ttl_s,
         )  # fmt: skip
-        counts: dict[str, int] = dict.fromkeys(("result_sets", "bytes", "repeated", "unpublished"), 0)
-        publisher.publish_payloads(((channel_interest(name).id, payload) for name, payload in messages), counts)
+        publisher.publish_payloads((channel_interest(name).id, payload) for name, payload in messages)
         return _Published(channels)
 
     def _append(self, servers: LogServers, messages: list[tuple[str, bytes]]) -> None:
@@ -160,11 +159,14 @@ def _sink(options: Mapping[str, str], schema: StructType) -> _Sink:
         raise ConfigError("option `url` is missing: that of the Dynamoth cluster, as dynamoth://HOST:PORT")
     is_durable, logs = options.get("durable") == "true", options.get("logs")
     default = LogOptions()
-    log_options = LogOptions(
-        int(options.get("retained", default.retained_min)), float(options.get("ttl_s", default.ttl_s)), is_durable
-    )
+    try:
+        retained_min = int(options.get("retained", default.retained_min))
+        ttl_s = float(options.get("ttl_s", default.ttl_s))
+        term = int(options.get("term", "0"))
+    except ValueError as error:
+        raise ConfigError(f"options retained, ttl_s and term are numbers: {error}") from error
     servers = read_servers(logs, durable=is_durable, options=options) if logs else None
-    return _Sink(url, servers, ordered_by, log_options, int(options.get("term", "0")))
+    return _Sink(url, servers, ordered_by, LogOptions(retained_min, ttl_s, is_durable), term)
 
 
 class BatchWriter(DataSourceWriter):

@@ -27,22 +27,22 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import Window
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import partition_names
-from dynamoth_analytics.cluster.batches import ARRIVED, PARTITION, record_schema, with_columns_of
-from dynamoth_analytics.cluster.loads import LoadCopies
-from dynamoth_analytics.cluster.reading import read_range
 from dynamoth_analytics.cluster.servers import LogServers
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots, SnapshotBase
+from dynamoth_analytics.cluster.storage.batches import ARRIVED, PARTITION, record_schema, with_columns_of
+from dynamoth_analytics.cluster.storage.loads import LoadCopies
+from dynamoth_analytics.cluster.storage.reading import read_range
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots, SnapshotBase, are_at_most, own_offsets
 from dynamoth_analytics.files import arrow, parquet
 
 RECORDS_MAX = 20_000
 BYTES_MAX = 32 * 2**20
-"""Records of a small window, and bytes in memory of each of its tables."""
+"""Records of a small window, and bytes of each of its tables: in memory, or in Parquet files without compression."""
 
 ROWS_MAX = 50_000
 """Rows of each other table of a small window: keys, interests, rows of static datasets."""
 
 CHANGES_MAX = 100_000
-"""Records behind the last snapshot that the driver reads to make the next one."""
+"""Records behind the last snapshot that the driver reads at most to make the next one."""
 
 PAIRS_MAX = 500_000
 """Pairs of rows that a join by distance compares without a grid, in a fraction of a second."""
@@ -72,9 +72,6 @@ class _Snapshot:
 
     offsets: Mapping[str, int]
     rows: Any
-
-    def is_at_most(self, offsets: Mapping[str, int]) -> bool:
-        return all(offset <= offsets.get(name, 0) for name, offset in self.offsets.items())
 
 
 class SmallWindows:
@@ -116,7 +113,7 @@ class SmallWindows:
         return found
 
     def records(self, query: StandingQuery, dataset: Dataset, window: Window) -> Table | None:
-        """Return the new records of a window as ``tables`` does; None: they are too many."""
+        """Return the new records of a window, as ``tables`` does; None: there are too many."""
         rows = self._records(dataset, window)
         return None if rows is None else _written(self._folder_of(query), dataset, rows)
 
@@ -154,12 +151,12 @@ class SmallWindows:
             known = [
                 each for each in self._snapshots.get(dataset.name, []) if each.rows.schema == record_schema(dataset)
             ]
-            newest = next((each for each in reversed(known) if each.is_at_most(end)), None)
+            newest = next((each for each in reversed(known) if are_at_most(each.offsets, end)), None)
             base = self._bases.base_of(dataset, end)
             # A base is newer where no window has ended for a while, or where records were lost after the last one.
             if newest is None or (base is not None and not base.is_at_most(newest.offsets)):
                 newest = self._read_base(dataset, base)
-            own = {name: end.get(name, 0) for name in partition_names(dataset)}
+            own = own_offsets(dataset, end)
             if newest is not None and newest.offsets == own:
                 return newest.rows
             changes = None if newest is None else self._read(dataset, newest.offsets, end, CHANGES_MAX)
@@ -176,7 +173,7 @@ class SmallWindows:
         """Return the snapshot of a base; without one, that before the first record. None: it is too large."""
         if base is None:
             return _Snapshot({}, record_schema(dataset).empty_table())
-        if base.keys > ROWS_MAX:
+        if _is_large(base.keys, sorted((base.folder / "rows").glob("*.parquet"))):
             return None
         return _Snapshot(base.offsets, with_columns_of(dataset, parquet.read_table(base.folder / "rows")))
 
@@ -185,7 +182,7 @@ class SmallWindows:
         loaded = window.end.get("static", {}).get(dataset.name, dataset.loaded)
         files = self._loads.files(replace(dataset, loaded=loaded))
         rows = sum(int(parquet.read_metadata(each).num_rows) for each in files)
-        if rows > ROWS_MAX or sum(each.stat().st_size for each in files) > BYTES_MAX:
+        if _is_large(rows, files):
             return None
         return Table(files, rows) if files else _written(folder, dataset, record_schema(dataset).empty_table())
 
@@ -194,6 +191,15 @@ def pairs(tables: Mapping[str, Table], interests: int) -> int:
     """Return how many pairs of rows the largest join of two tables compares."""
     sizes = sorted([interests, *(each.rows for each in tables.values())])
     return sizes[-1] * sizes[-2]
+
+
+def _is_large(rows: int, files: Sequence[Path]) -> bool:
+    """Return whether files with so many rows have too many of them, or too many bytes. They are not read."""
+    if rows > ROWS_MAX:
+        return True
+    found = [parquet.read_metadata(each) for each in files]
+    size: int = sum(each.row_group(n).total_byte_size for each in found for n in range(each.num_row_groups))
+    return size > BYTES_MAX
 
 
 def _latest(rows: Any, key: str) -> Any:

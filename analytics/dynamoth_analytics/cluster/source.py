@@ -49,11 +49,11 @@ from pyspark.sql.types import StructType
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_name, partition_names
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.batches import record_schema
-from dynamoth_analytics.cluster.loads import LoadCopies, load_lost, load_offsets, read_copy
-from dynamoth_analytics.cluster.reading import oldest, read_range
 from dynamoth_analytics.cluster.servers import LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
+from dynamoth_analytics.cluster.storage.batches import record_schema
+from dynamoth_analytics.cluster.storage.loads import LoadCopies, load_lost, load_offsets, read_copy
+from dynamoth_analytics.cluster.storage.reading import oldest, read_range
 from dynamoth_analytics.cluster.windows import ends_of
 
 _BEGINS = ("begin", "retained", "now")
@@ -61,7 +61,7 @@ _BEGINS = ("begin", "retained", "now")
 
 @dataclass
 class _Range(InputPartition):
-    """What one task reads."""
+    """A range of a partition, which one task reads."""
 
     number: int
     after: int
@@ -77,7 +77,7 @@ class _Copied(InputPartition):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a dataset is: all that a task needs."""
+    """A dataset and where it is stored: all that a task needs to read it."""
 
     servers: LogServers
     dataset: Dataset
@@ -92,10 +92,10 @@ class _Place:
         }
 
     def ranges(self, start: Mapping[str, int], end: Mapping[str, int]) -> list[_Range]:
-        """Return what is to be read between offsets, one range for each partition."""
+        """Return the ranges between offsets, one for each partition that has new records."""
         found: list[_Range] = []
         for number in range(self.dataset.partitions):
-            name = f"{self.dataset.stream}/{number}"
+            name = partition_name(self.dataset.stream, number)
             after, until = start.get(name, 0), end.get(name, 0)
             if until > after:
                 found.append(_Range(number, after, until))
@@ -158,13 +158,13 @@ class DynamothSource(DataSource):
         return _StreamReader(self._place(), dict(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return what publishes a DataFrame: see ``sink``."""
+        """Return the writer that publishes a DataFrame: see ``sink``."""
         if overwrite:
             raise ConfigError('channels cannot be overwritten: use mode("append")')
         return BatchWriter(self.options, schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """Return what publishes the batches of a stream: see ``sink``."""
+        """Return the writer that publishes the batches of a stream: see ``sink``."""
         return StreamWriter(self.options, schema)
 
 

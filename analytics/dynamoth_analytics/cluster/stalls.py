@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 An execution that fails is seen, as it raises. One that hangs says nothing: an executor that is stopped, a disk that
-does not answer. So somebody looks at each query now and then (``Stall.look``), and says what the query waits for. It is
-stalled when there was something all the time, and no execution has ended, for ``bound_s``. Time counts by looks: a
-process that was stopped itself, and goes on, finds no query stalled.
+does not answer. So the caller looks at each query now and then (``Stall.look``), and says what the query waits for. A
+query is stalled when it has waited for something all the time, and no execution has ended, for ``bound_s``. Time counts
+by looks: a process that was stopped itself, and goes on, finds no query stalled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOK_S_MAX = 30.0
 
 
 def bound_s(period_s: float) -> float:
-    """Return for how many seconds a query with this period may get nowhere."""
+    """Return for how many seconds a query with this period may wait without an execution that ends."""
     return max(BOUND_S_MIN, min(BOUND_PERIODS * period_s, period_s + BOUND_S_MAX))
 
 
@@ -36,7 +36,7 @@ class Stall:
 
     def __init__(self, period_s: float) -> None:
         self._bound_s = bound_s(period_s)
-        #: For how long it has got nowhere, up to the last look.
+        #: For how long it has waited without an execution that ended, up to the last look.
         self._waited_s = 0.0
         self._looked_at = 0.0
         self._done = 0

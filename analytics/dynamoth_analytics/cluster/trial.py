@@ -20,8 +20,10 @@ from dynamoth.data.queries import BadParameters, StandingQuery
 from dynamoth.data.records import Record
 from dynamoth.edge.interests import query_interest
 from dynamoth.errors import ConfigError, MalformedMessage, printable
-from dynamoth_analytics.cluster.batches import OFFSET, to_batch
-from dynamoth_analytics.cluster.sql import compile_query, interest_schema, view_schema
+from dynamoth_analytics.cluster.interest_table import column_value
+from dynamoth_analytics.cluster.sql.compiled import compile_query
+from dynamoth_analytics.cluster.sql.schema import interest_schema, view_schema
+from dynamoth_analytics.cluster.storage.batches import OFFSET, to_batch
 from dynamoth_analytics.files import arrow
 from dynamoth_analytics.session import check_session, open_session
 from dynamoth_client.runtime.record_files import read_records
@@ -89,7 +91,8 @@ def run_trial(
     views = {name: _view(spark, datasets[name], samples.get(name, ())) for name in query.datasets}
     made = [(query_interest(query.name, dict(values)), values) for values in interests]
     rows = [
-        (interest.id, *(_cast(values[each.name], each.type) for each in query.parameters)) for interest, values in made
+        (interest.id, *(column_value(each.type, values[each.name]) for each in query.parameters))
+        for interest, values in made
     ]
     table = spark.createDataFrame(rows, interest_schema(query))
     results = compiled.run(spark, views, table, int(time.time() * 1000))
@@ -142,7 +145,3 @@ def _example(query: StandingQuery) -> str:
     return json.dumps(
         {each.name: each.choices[0] if each.choices else examples[each.type] for each in query.parameters}
     )
-
-
-def _cast(value: Any, type_: str) -> Any:
-    return float(value) if type_ == "float" else int(value) if type_ == "int" else value

@@ -9,11 +9,11 @@ from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import WindowEnd
 from dynamoth.data.records import PartitionState
-from dynamoth_analytics.cluster.reading import RecordsLost
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.storage.reading import RecordsLost
 
 CONTINUOUS_MS = 1000
-"""A query without a period is executed this often at most."""
+"""Ticks of a query without a period are this far apart."""
 
 
 class Ticks:
@@ -79,7 +79,7 @@ class Windows:
         return {"tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": ends, "static": loaded}
 
     def has_waiting(self, start: WindowEnd) -> bool:
-        """Tell whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""
+        """Return whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""
         if self.ticks.latest(int(time.time() * 1000)) <= start["tick_ms"]:
             return False
         before = start["offsets"]

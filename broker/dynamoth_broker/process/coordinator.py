@@ -139,7 +139,7 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Return how many servers it speaks through."""
+        """Return which process this is, as lists of coordinators name it."""
         return {"process": self._machine.options.process}
 
     def queries(self) -> Mapping[str, HttpQuery]:

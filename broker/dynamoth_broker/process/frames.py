@@ -8,10 +8,8 @@ can handle: strings that can be encoded, finite numbers, no name twice, no deep 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, cast
 
 import msgpack
@@ -79,27 +77,6 @@ def parse_msgpack(data: bytes | bytearray) -> Frame:
         raise MalformedMessage(f"not msgpack: {type(error).__name__}") from None
     _check(value)
     return _as_frame(value)
-
-
-def payload_of(frame: Mapping[str, Any]) -> bytes:
-    """Return the payload that a user publishes: ``d`` (text), or ``b`` (base64 in JSON, bytes in msgpack).
-
-    Raises:
-        MalformedMessage: it has neither, or both, or another type, or is not base64.
-
-    """
-    match frame.get("d"), frame.get("b"):
-        case str(text), None:
-            return text.encode()
-        case None, bytes(data):
-            return data
-        case None, str(text):
-            try:
-                return base64.b64decode(text, validate=True)
-            except (binascii.Error, ValueError):
-                raise MalformedMessage("`b` is not base64") from None
-        case _:
-            raise MalformedMessage("a payload is either text `d` or bytes `b`")
 
 
 def encode_json(frame: Frame, payload: bytes | None = None) -> bytes:

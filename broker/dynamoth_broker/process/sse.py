@@ -23,7 +23,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from dynamoth.errors import MalformedMessage
-from dynamoth_broker.machine import NOT_ALLOWED
 from dynamoth_broker.process.accept import Acceptor
 from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX
 from dynamoth_broker.process.frames import Frame, parse_json
@@ -31,12 +30,8 @@ from dynamoth_broker.process.handshake import log_refused_origin
 from dynamoth_broker.process.posting import records_answer, split_records
 from dynamoth_broker.process.sse_connection import SseConnection
 from dynamoth_broker.process.tokens import TokenRefused
-from dynamoth_broker.process.transport import (
-    EventId,
-    Listener,
-    TransportOptions,
-    UserConnection,
-)
+from dynamoth_broker.process.transport import EventId, Listener, TransportOptions, UserConnection
+from dynamoth_broker.publishing import NOT_ALLOWED
 
 PARSED_BYTES_MAX = 2 * HEADER_BYTES_MAX
 """Bound of the first line and of each header as parsed: what is longer than ``HEADER_BYTES_MAX`` gets an answer."""
@@ -68,11 +63,10 @@ _PREFLIGHT_HEADERS = {
 
 
 UserOf = Callable[[str | None], str | None]
-"""Returns the user that a token is of, empty for nobody's; None if the token is not valid."""
-
+"""Returns the user of a token, empty for nobody's; None if the token is not valid."""
 
 StoreRecords = Callable[[Sequence[bytes]], Awaitable[Sequence[tuple[str, str]]]]
-"""Stores records; returns code and reason of each."""
+"""Stores records; returns the code of each (``records.Code``, or ``forbidden``), and the reason where it is refused."""
 
 PostRecords = Callable[[str | None, str], StoreRecords | None]
 """Returns what stores records of a dataset for the user of a token; None: it may not. Raises TokenRefused."""
@@ -253,7 +247,10 @@ class SseServer:
         return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
 
     async def _post_records(self, post_records: PostRecords, request: web.Request) -> web.Response:
-        """Take records of a dataset: an object, an array of them, or one in each line. Every answer is JSON."""
+        """Take records of a dataset: an object, an array of them, or one in each line.
+
+        Every answer is JSON, but for pages of other origins and for headers that are too long.
+        """
         headers = self._cors(request)
         try:
             store = post_records(_bearer(request), request.match_info["dataset"])

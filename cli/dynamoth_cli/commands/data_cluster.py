@@ -9,7 +9,7 @@ from dynamoth.errors import ConfigError
 from dynamoth.settings.declare import values_of
 from dynamoth.settings.load import LoadedConfig
 from dynamoth.settings.sections import DataClusterSettings
-from dynamoth_analytics.cluster.ending import noted_signals
+from dynamoth_analytics.cluster.signals import noted_signals
 from dynamoth_cli.settings import add_settings, cluster_url, link_options, redis_py_tls, run_daemon
 from dynamoth_link.urls import InvalidUrl, parse_log_servers
 

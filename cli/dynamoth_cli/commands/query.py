@@ -12,10 +12,10 @@ from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import (
     QueryStatus,
-    executions_key,
-    executions_server,
     parse_progress,
     parse_status,
+    progress_key,
+    query_server,
     restart_key,
     status_key,
 )
@@ -102,7 +102,7 @@ class _State:
 
 
 async def _state(links: DataLinks, catalog: Catalog, query: StandingQuery) -> _State:
-    server = executions_server(query.name, links.ids)
+    server = query_server(query.name, links.ids)
     status = parse_status(await links.command(server, (b"GET", status_key(query.name)), repeats=True))
     if status is None or status.state != "running":
         return _State(status)
@@ -114,8 +114,8 @@ async def _state(links: DataLinks, catalog: Catalog, query: StandingQuery) -> _S
 
 async def _waiting(links: DataLinks, dataset: Dataset | None, query: StandingQuery) -> int:
     """Return how many records of its dataset a query has not executed yet."""
-    server = executions_server(query.name, links.ids)
-    progress = parse_progress(await links.command(server, (b"GET", executions_key(query.name)), repeats=True))
+    server = query_server(query.name, links.ids)
+    progress = parse_progress(await links.command(server, (b"GET", progress_key(query.name)), repeats=True))
     if dataset is None or progress is None:
         return 0
     done = (progress.window.end if progress.is_done else progress.window.start)["offsets"]
@@ -196,8 +196,8 @@ def _restart(arguments: argparse.Namespace) -> None:
 
     async def order(links: DataLinks) -> None:
         query = _find(await links.catalog(), arguments.name)
-        server = executions_server(query.name, links.ids)
-        progress = parse_progress(await links.command(server, (b"GET", executions_key(query.name)), repeats=True))
+        server = query_server(query.name, links.ids)
+        progress = parse_progress(await links.command(server, (b"GET", progress_key(query.name)), repeats=True))
         if progress is None:
             raise ConfigError(f"query {query.name!r} was never executed: there is nothing to restart")
         now = b"%d" % round(time.time() * 1000)

@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from dynamoth.data.progress import executions_key, executions_server
+from dynamoth.data.progress import progress_key, query_server
 from dynamoth.data.records import PartitionState, parse_state, partition_name, partition_server, state_command
 from dynamoth.errors import DynamothError
 from dynamoth_cli.local.child import Child, dynamoth_command
@@ -164,8 +164,8 @@ class Servers:
 
     def _progress(self, query: str) -> dict[str, Any]:
         """Return what is stored about the last execution of a query; empty before the first one."""
-        server = executions_server(query, [*self.logs])
-        stored = self._connections[server].get(executions_key(query))
+        server = query_server(query, [*self.logs])
+        stored = self._connections[server].get(progress_key(query))
         progress: dict[str, Any] = {} if stored is None else json.loads(stored)
         return progress
 

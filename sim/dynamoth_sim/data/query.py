@@ -1,8 +1,8 @@
 """One query in the model of the data cluster: windows, progress and result sets, without Spark.
 
-It does what ``windows.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the same order and with
-the same commands. There is no archive: what a log server has lost is gone, and an operator has the query go on. Its SQL
-is one line: the records whose ``type`` is the parameter of that name.
+It does what ``windows.py``, ``query_runner.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the
+same order and with the same commands. There is no archive: what a log server has lost is gone, and an operator has the
+query go on. Its SQL is one line: the records whose ``type`` is the parameter of that name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dynamoth.data.progress import (
     Progress,
     Window,
     WindowEnd,
-    executions_key,
-    executions_server,
     give_up,
     parse_progress,
+    progress_key,
+    query_server,
     resumption,
     store_progress_command,
     with_new_datasets,
@@ -158,7 +158,7 @@ class ModelQuery:
     def _prepare(self) -> Asking:
         """Make a checkpoint that fits the stored progress."""
         name = self._query.name
-        self._progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
+        self._progress = parse_progress((yield from self._ask_own(b"GET", progress_key(name))))
         checkpoint = self._folder.read()
         if checkpoint is None and self._progress is None:
             yield from self._give_up(None, None)
@@ -228,12 +228,12 @@ class ModelQuery:
 
     def _ask_own(self, *command: Any) -> Asking:
         """Ask the server that has the progress of the query."""
-        return (yield from ask(executions_server(self._query.name, self._place.servers), *command))
+        return (yield from ask(query_server(self._query.name, self._place.servers), *command))
 
     def _restart(self) -> Asking:
         """Go on behind all records that there are. What is given up is an execution without results."""
         name, checkpoint = self._query.name, self._folder.read()
-        progress = parse_progress((yield from self._ask_own(b"GET", executions_key(name))))
+        progress = parse_progress((yield from self._ask_own(b"GET", progress_key(name))))
         yield from self._give_up(progress, checkpoint)
         self._is_to_restart = False
 

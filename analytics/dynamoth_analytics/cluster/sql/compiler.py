@@ -1,4 +1,4 @@
-"""Compiles the SQL of one interest to a statement for all interests at once: see ``sql``."""
+"""Compiles the SQL of one interest to a statement for all interests at once: see ``compiled``."""
 
 # pyright: reportPrivateImportUsage=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
@@ -16,9 +16,10 @@ from sqlglot.optimizer.qualify import qualify
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.dialect import StandingSql
-from dynamoth_analytics.cluster.near import NearJoins, column_of
-from dynamoth_analytics.cluster.schema import (
+from dynamoth_analytics.cluster.sql.dialect import StandingSql
+from dynamoth_analytics.cluster.sql.near import NearJoins, column_of
+from dynamoth_analytics.cluster.sql.nulls import give_null_for_wrong
+from dynamoth_analytics.cluster.sql.schema import (
     INTEREST,
     INTERESTS,
     OWN_COLUMNS,
@@ -26,8 +27,7 @@ from dynamoth_analytics.cluster.schema import (
     interest_columns,
     view_columns,
 )
-from dynamoth_analytics.cluster.statement import read_statement, refusal
-from dynamoth_analytics.cluster.values import give_null_for_wrong
+from dynamoth_analytics.cluster.sql.statement import read_statement, refusal
 
 
 class Ordering(NamedTuple):
@@ -169,12 +169,12 @@ _GROUPINGS = ("grouping_sets", "cube", "rollup", "totals", "all")
 
 
 def _is_windowed(call: exp.Expression) -> bool:
-    """Tell whether an aggregate is one over a window."""
+    """Return whether an aggregate is one over a window."""
     while isinstance(call.parent, exp.IgnoreNulls | exp.RespectNulls | exp.Filter | exp.WithinGroup):
         call = call.parent
     return isinstance(call.parent, exp.Window) and call.parent.this is call
 
 
 def _is_of_pattern(call: exp.Expression) -> bool:
-    """Tell whether it is the ANY of LIKE ANY, and no aggregate."""
+    """Return whether it is the ANY of LIKE ANY, and no aggregate."""
     return isinstance(call, exp.Any) and isinstance(call.parent, exp.Binary) and call.arg_key == "expression"

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamoth.data.progress import Checkpoint, WindowEnd
-from dynamoth_analytics.cluster.batches import make_folder, sync_folder, write_text
+from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync, write_text
 
 BASE_FILE = "base.json"
 
 WINDOWS_KEPT = 100
-"""Spark keeps so many batches, too."""
+"""Ends of windows that a checkpoint keeps: Spark keeps as many batches."""
 
 
 @dataclass(frozen=True)
 class CheckpointBase:
-    """What ``base.json`` says."""
+    """Where a checkpoint begins: the contents of ``base.json``."""
 
     #: The execution before the first one.
     execution: int
@@ -68,7 +68,7 @@ class CheckpointFolder:
         write_text(hidden / BASE_FILE, json.dumps(values))
         self.remove()
         hidden.rename(self._folder)
-        sync_folder(self._folder.parent)
+        sync(self._folder.parent)
 
     def remove(self) -> None:
         """Remove it. ``base.json`` goes first: without that, the rest is no checkpoint."""
@@ -77,7 +77,7 @@ class CheckpointFolder:
             shutil.rmtree(self._folder)
 
     def read(self) -> Checkpoint | None:
-        """Return what it says; None if there is none. Raises OSError."""
+        """Return its contents; None if there is none. Raises OSError."""
         base = self.base()
         if base is None:
             return None

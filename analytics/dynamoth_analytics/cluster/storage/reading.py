@@ -1,16 +1,16 @@
-"""Reads a range of a partition's records: from its stream at Redis, and what was trimmed there from the archive.
+"""Reads a range of a partition's records: from its stream at Redis, and trimmed records from the archive.
 
-What is distinguishable
------------------------
+What counts as a loss
+---------------------
 A range ends with the offset of a record (``LogServers.tips`` gives no others). Between its records, offsets jump where
 the server has restarted, which is no loss by itself. These are losses, and raise ``RecordsLost``:
 
-* The range ends with a record that is neither at Redis nor in the archive: somebody saw that it was stored.
+* The range ends with a record that is neither at Redis nor in the archive: the caller saw that it was stored.
 * The server knows that it gave offsets of the jump (``PartitionState.given``), and the archive does not have them.
 * The chain of the archive's files has a hole there (``archive_files``).
 
 A server that forgets its last records with their offsets leaves a jump like that of a restart without losses. If nobody
-has seen these offsets, nobody can tell: ``dynamoth dataset show`` counts such restarts.
+has seen these offsets, it looks like one: ``dynamoth dataset show`` counts such restarts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dynamoth.data.records import (
     state_command,
 )
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive_files import Hole, archived, first_archived
-from dynamoth_analytics.cluster.batches import OFFSET, to_batch
-from dynamoth_analytics.cluster.paging import pages
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.storage.archive_files import Hole, archived, first_archived
+from dynamoth_analytics.cluster.storage.batches import OFFSET, to_batch
+from dynamoth_analytics.cluster.storage.paging import pages
 
 
 class RecordsLost(DynamothError):
@@ -105,7 +105,7 @@ def _without_jumps(page: list[Record]) -> Iterator[list[Record]]:
 
 @dataclass(frozen=True)
 class _Gaps:
-    """Reads what the stream of a partition lacks."""
+    """Reads from the archive what the stream of a partition lacks."""
 
     servers: LogServers
     dataset: Dataset
@@ -114,7 +114,7 @@ class _Gaps:
     fail_on_loss: bool
 
     def read(self, after: int, until: int, *, is_end: bool = False) -> Iterator[Any]:
-        """Yield what the archive has behind ``after`` and up to ``until``.
+        """Yield the archived records behind ``after`` and up to ``until``.
 
         Raises RecordsLost where records are missing. ``is_end``: there is a record at ``until``.
         """

@@ -1,4 +1,4 @@
-"""What queries may still need: bases of snapshots, and records in the archive."""
+"""Finds which bases of snapshots and which archived records queries may still need."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.progress import Checkpoint, Progress
 from dynamoth.data.records import partition_name
-from dynamoth_analytics.cluster.archive import archived_datasets
-from dynamoth_analytics.cluster.snapshots import KeyedSnapshots
+from dynamoth_analytics.cluster.storage.archive import archived_datasets
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 
 NOBODY = 2**53
 """No offset is larger: nobody needs any record."""
@@ -17,7 +17,7 @@ NOBODY = 2**53
 
 @dataclass(frozen=True)
 class Needs:
-    """What one query may still read: the records behind these offsets."""
+    """The records that one query may still read: those of these datasets, behind these offsets."""
 
     datasets: frozenset[str]
     offsets: Mapping[str, int]
@@ -26,7 +26,7 @@ class Needs:
 def needs_of(
     catalog: Catalog, progress_of: Callable[[str], Progress | None], checkpoint_of: Callable[[str], Checkpoint | None]
 ) -> list[Needs]:
-    """Return what each query needs that has begun: that begins with an execution that may be repeated.
+    """Return the needs of each query that has begun: from the start of an execution that may be repeated.
 
     The stored progress and the checkpoint may differ, and either may count: the lower offset is taken. A query whose
     definition cannot be read needs what its offsets name. ``progress_of`` and ``checkpoint_of`` read them, and their
@@ -53,9 +53,9 @@ def _windows(progress: Progress | None, checkpoint: Checkpoint | None) -> Iterat
 
 
 def unneeded(catalog: Catalog, needs: Iterable[Needs], snapshots: KeyedSnapshots) -> dict[str, int]:
-    """Return up to which offset nobody needs the archive of each partition, by its name.
+    """Return up to which offset no query needs the archive of each partition, by its name.
 
-    Of a keyed dataset that are the records of its newest base, and of those bases that queries need.
+    Of a keyed dataset, the records in its newest base, and in those bases that queries need, are not needed any more.
     """
     found: dict[str, int] = {}
     for dataset in archived_datasets(catalog):

@@ -1,7 +1,7 @@
-"""Makes joins by the cells of a grid of ``near`` and ``near_xy`` in a statement, and finds what compares everything.
+"""Replaces ``near`` and ``near_xy`` in a statement by joins over the cells of a grid, and warns of cross joins.
 
-``spatial`` has the cells. One table gets a column with the cell of its place, the other one its rows once for each cell
-that its circle touches, and the condition an equality of the two, before the exact distance.
+``spatial`` has the cells. One table gets a column with the cell of its place. The other one gets its rows once for each
+cell that its circle touches. The condition becomes an equality of the two cells, before the exact distance.
 
 Of a LEFT, SEMI or ANTI JOIN, the table on the left keeps its rows as they are: it gets the one cell, at the level of
 the largest distance, also where the place is unknown.
@@ -21,11 +21,11 @@ import sqlglot
 from sqlglot import exp
 
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster import spatial
-from dynamoth_analytics.cluster.dialect import StandingSql
-from dynamoth_analytics.cluster.schema import INTERESTS, PARAMETER_PREFIX
-from dynamoth_analytics.cluster.spatial import PLANE, SPHERE
-from dynamoth_analytics.cluster.statement import refusal
+from dynamoth_analytics.cluster.sql import spatial
+from dynamoth_analytics.cluster.sql.dialect import StandingSql
+from dynamoth_analytics.cluster.sql.schema import INTERESTS, PARAMETER_PREFIX
+from dynamoth_analytics.cluster.sql.spatial import PLANE, SPHERE
+from dynamoth_analytics.cluster.sql.statement import refusal
 
 CELL = "_cell"
 """Prefix of the columns with cells."""
@@ -37,7 +37,7 @@ Bounds = tuple[float, float]
 
 @dataclass
 class NearJoins:
-    """The distances of one statement, whose columns have the names of their tables."""
+    """Replaces the distances of one statement, whose columns are qualified with their tables."""
 
     query: StandingQuery
     tree: exp.Select
@@ -46,12 +46,12 @@ class NearJoins:
     _grids: int = 0
 
     def replace_exactly(self) -> None:
-        """Replace all calls by the exact distance alone. Raises ConfigError."""
+        """Replace all calls by the exact distance, without grids. Raises ConfigError."""
         for call in [each for each in self.tree.find_all(exp.Anonymous) if is_near(each)]:
             call.replace(self._exact(call))
 
     def replace(self) -> None:
-        """Replace all calls. Raises ConfigError."""
+        """Replace all calls, by joins over grids where that is possible; warn where it is not. Raises ConfigError."""
         for join in self.tree.args.get("joins") or []:
             right = None if is_inner(join) else join.this.alias_or_name
             self._replace_in(join.args.get("on"), right)
@@ -175,7 +175,7 @@ class NearJoins:
 
 
 def is_inner(join: exp.Join) -> bool:
-    """Tell whether rows on the left are only taken together with those on the right."""
+    """Return whether rows on the left are only taken together with those on the right."""
     return not join.side and (join.kind or "").upper() in ("", "INNER", "CROSS")
 
 
@@ -199,7 +199,7 @@ def table_of(*expressions: exp.Expression) -> str | None:
 
 
 def sources_of(tree: exp.Select) -> list[exp.Table | exp.Subquery]:
-    """Return what is in FROM and in its joins."""
+    """Return the tables and subqueries of FROM and its joins."""
     found = [tree.args["from_"].this, *(join.this for join in tree.args.get("joins") or [])]
     return [each for each in found if isinstance(each, exp.Table | exp.Subquery)]
 
@@ -210,7 +210,7 @@ def column_of(table: str, name: str) -> exp.Column:
 
 
 def is_near(call: exp.Anonymous) -> bool:
-    """Tell whether a call is one of ``NEAR``."""
+    """Return whether a call is one of ``NEAR``."""
     return call.name.lower() in NEAR
 
 

@@ -1,10 +1,10 @@
-"""What cannot be computed is NULL: values of one user or record neither fail a query for all, nor give a wrong result.
+"""Makes values that cannot be computed NULL: one user or record neither fails a query for all, nor makes it wrong.
 
 Spark has two ways. With ANSI mode, ``a / 0`` and an overflow fail the whole execution, so all users wait. Without it,
 which is what sessions here have, most of that is NULL, but sums and products of integers wrap, and casts of numbers
 that are too large give others. So what wraps or fails is replaced by Spark's functions that give NULL then:
 ``try_add``, ``try_cast`` ... Where there is none, the argument that can be wrong has to be a literal (``LITERALS``),
-which whoever registers the query can check.
+which the operator who registers the query can check.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -16,8 +16,8 @@ from typing import Any
 from sqlglot import exp
 
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.near import is_near
-from dynamoth_analytics.cluster.statement import refusal
+from dynamoth_analytics.cluster.sql.near import is_near
+from dynamoth_analytics.cluster.sql.statement import refusal
 
 OPERATORS: dict[type[Any], str] = {exp.Add: "try_add", exp.Sub: "try_subtract", exp.Mul: "try_multiply"}
 
@@ -49,9 +49,10 @@ LONE_BACKSLASH, WITHOUT_IT = r"(\\[%_\\])|\\", "$1"
 
 
 def give_null_for_wrong(query: StandingQuery, tree: exp.Select) -> None:
-    """Replace what wraps or fails, in a statement whose functions have the names of Spark's. Raises ConfigError.
+    """Replace operators and functions that wrap or fail by those that give NULL. Raises ConfigError.
 
-    What is inside of ``near`` stays as it is: there are floats, and ``near`` has to know bounds.
+    The functions of the statement have the names that Spark gives them. The arguments of ``near`` stay as they are:
+    they are floats, and ``near`` has to know their bounds.
     """
     for node in list(tree.walk(bfs=False))[::-1]:  # what is inside comes first
         if not _is_in_distance(node):

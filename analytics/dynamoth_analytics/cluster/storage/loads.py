@@ -18,16 +18,10 @@ from uuid import uuid4
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import load_size_command, parse_load_size, partition_name
-from dynamoth_analytics.cluster.batches import (
-    make_folder,
-    read_file,
-    record_schema,
-    sync_folder,
-    write_file,
-    write_text,
-)
-from dynamoth_analytics.cluster.reading import RecordsLost, read_range
 from dynamoth_analytics.cluster.servers import LogServers
+from dynamoth_analytics.cluster.storage.batches import read_file, record_schema, write_file
+from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync, write_text
+from dynamoth_analytics.cluster.storage.reading import RecordsLost, read_range
 from dynamoth_analytics.files import arrow, parquet
 
 LOADS_KEPT = 5
@@ -86,7 +80,7 @@ class LoadCopies:
         except OSError:
             if _offsets_of(copy) != offsets:
                 raise
-        sync_folder(copy.parent)
+        sync(copy.parent)
         shutil.rmtree(former, ignore_errors=True)
 
     def _delete_old(self, written: Path) -> None:

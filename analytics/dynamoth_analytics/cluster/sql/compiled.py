@@ -33,13 +33,11 @@ from sqlglot import exp
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster import spatial
-from dynamoth_analytics.cluster.compiler import Compiler, Ordering
-from dynamoth_analytics.cluster.dialect import StandingSql
-from dynamoth_analytics.cluster.schema import INTEREST, INTERESTS, PARAMETER_PREFIX, interest_schema, view_schema
-from dynamoth_analytics.cluster.statement import TICK, refusal
-
-__all__ = ["PARAMETER_PREFIX", "CompiledQuery", "compile_query", "interest_schema", "view_schema"]
+from dynamoth_analytics.cluster.sql import spatial
+from dynamoth_analytics.cluster.sql.compiler import Compiler, Ordering
+from dynamoth_analytics.cluster.sql.dialect import StandingSql
+from dynamoth_analytics.cluster.sql.schema import INTEREST, INTERESTS, interest_schema, view_schema
+from dynamoth_analytics.cluster.sql.statement import TICK, refusal
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dynamoth_analytics.cluster.batches import make_folder, sync_folder
+from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync
 
 _log = logging.getLogger("dynamoth.data-cluster")
 
@@ -42,7 +42,7 @@ def write_execution(folder: Path, query: str, values: Mapping[str, Any]) -> None
             _write(file, line)
             os.fsync(file.fileno())
             if not size:
-                sync_folder(day)
+                sync(day)
         except OSError:
             file.truncate(size)
             raise

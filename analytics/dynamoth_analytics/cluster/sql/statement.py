@@ -13,7 +13,7 @@ from sqlglot.errors import ParseError, SqlglotError
 
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.dialect import StandingSql, keep_units
+from dynamoth_analytics.cluster.sql.dialect import StandingSql, keep_units
 
 TICK = "execution_time"
 """Function without arguments: the time of the execution."""

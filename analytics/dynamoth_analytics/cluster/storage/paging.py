@@ -19,8 +19,8 @@ PAGE_BYTES = 64 * 2**20
 def pages(servers: LogServers, dataset: Dataset, partition: int, after: int, until: int) -> Iterator[list[Record]]:
     """Yield the records of a partition that are at Redis, behind ``after`` and up to ``until``, in order.
 
-    The number of records of a page follows the largest record of the page before, and doubles at most. So many always
-    fit into ``PAGE_BYTES``, if each is as large as the dataset allows. Raises LogServerFailed.
+    The number of records of a page follows the largest record of the page before, and at most doubles. It is never more
+    than fit into ``PAGE_BYTES`` where each is as large as the dataset allows. Raises LogServerFailed.
     """
     name = partition_name(dataset.stream, partition)
     server = servers.server_of(name)

@@ -14,12 +14,11 @@ time of arrival.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_names
-from dynamoth_analytics.cluster.batches import (
-    ARRIVED,
-    OFFSET,
-    PARTITION,
-    make_folder,
-    record_schema,
-    sync_folder,
-    write_text,
-)
+from dynamoth_analytics.cluster.storage.batches import ARRIVED, OFFSET, PARTITION, record_schema
+from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync, write_text
 from dynamoth_analytics.files import parquet
 
 BASES_KEPT = 3
@@ -46,7 +38,7 @@ BASES_KEPT = 3
 
 RENEW_RECORDS_MIN = 10_000
 RENEW_KEYS_RATIO = 0.25
-"""A base is renewed when so many records are behind it: a number, or a part of its keys if that is more."""
+"""A base is renewed when this many records are behind it, or this part of its keys if that is more."""
 
 RENEW_AGE_S = 86_400.0
 """A base that is older is renewed if there is any record behind it: the archive's old days can be deleted then."""
@@ -62,12 +54,22 @@ class SnapshotBase:
     age_s: float
 
     def is_of(self, offsets: Mapping[str, int]) -> bool:
-        """Tell whether it is the snapshot as of these offsets of all partitions."""
+        """Return whether it is the snapshot as of these offsets of all partitions."""
         return all(self.offsets.get(name, 0) == offset for name, offset in offsets.items())
 
     def is_at_most(self, offsets: Mapping[str, int]) -> bool:
-        """Tell whether a snapshot as of these offsets can begin with it."""
-        return all(offset <= offsets.get(name, 0) for name, offset in self.offsets.items())
+        """Return whether a snapshot as of these offsets can begin with it."""
+        return are_at_most(self.offsets, offsets)
+
+
+def are_at_most(offsets: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    """Return whether no offset is behind the one of the same partition among others."""
+    return all(offset <= others.get(name, 0) for name, offset in offsets.items())
+
+
+def own_offsets(dataset: Dataset, offsets: Mapping[str, int]) -> dict[str, int]:
+    """Return the offsets of a dataset's partitions, among those of several datasets."""
+    return {name: offsets.get(name, 0) for name in partition_names(dataset)}
 
 
 class KeyedSnapshots:
@@ -90,7 +92,7 @@ class KeyedSnapshots:
         self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
     ) -> DataFrame:
         base = self.base_of(dataset, offsets)
-        if base is not None and base.is_of({name: offsets.get(name, 0) for name in partition_names(dataset)}):
+        if base is not None and base.is_of(own_offsets(dataset, offsets)):
             schema = from_arrow_schema(record_schema(dataset))  # a field may be newer than the base
             found: DataFrame = spark.read.schema(schema).parquet(str(base.folder / "rows"))
             return found
@@ -132,9 +134,8 @@ class KeyedSnapshots:
 
         Raises OSError and errors of Spark.
         """
-        own = {name: offsets.get(name, 0) for name in partition_names(dataset)}
         with self._locks[dataset.name]:
-            self._write(spark, dataset, own, {**self._options, "fail_on_loss": "false"})
+            self._write(spark, dataset, own_offsets(dataset, offsets), {**self._options, "fail_on_loss": "false"})
 
     def base_of(self, dataset: Dataset, offsets: Mapping[str, int]) -> SnapshotBase | None:
         """Return the base with which a snapshot as of these offsets begins; None: it begins with the first record."""
@@ -160,9 +161,9 @@ class KeyedSnapshots:
         make_folder(folder.parent)
         self._at(spark, dataset, own, options).coalesce(4).write.parquet(str(folder / "rows"))
         keys = _force_to_disk(folder / "rows")
-        sync_folder(folder)
+        sync(folder)
         write_text(folder / "base.json", json.dumps({"offsets": own, "keys": keys}))  # a base is one when it has this
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
     def _delete_old(self, dataset: Dataset, needed: Iterable[Mapping[str, int]]) -> None:
         kept = [base.folder for offsets in needed if (base := self.base_of(dataset, offsets)) is not None]
@@ -185,7 +186,7 @@ def _latest(rows: DataFrame, key: str) -> DataFrame:
 
 
 def _is_due(newest: SnapshotBase | None, states: Mapping[str, PartitionState]) -> bool:
-    """Tell whether enough records are behind a base to write the next one."""
+    """Return whether enough records are behind a base to write the next one."""
     start = newest.offsets if newest else dict[str, int]()
     behind = sum(state.count(start.get(name, 0), state.offset) for name, state in states.items())
     if newest is None or not behind:
@@ -195,14 +196,9 @@ def _is_due(newest: SnapshotBase | None, states: Mapping[str, PartitionState]) -
 
 def _force_to_disk(folder: Path) -> int:
     """Force the Parquet files of a folder to disk; return how many rows they have."""
-    files: Sequence[Path] = sorted(folder.glob("*.parquet"))
-    for each in files:
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_folder(folder)
+    files = sorted(folder.glob("*.parquet"))
+    for each in (*files, folder):
+        sync(each)
     return sum(int(parquet.read_metadata(each).num_rows) for each in files)
 
 

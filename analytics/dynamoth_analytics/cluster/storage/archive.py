@@ -31,26 +31,26 @@ from dynamoth.data.datasets import Dataset, dead_letters
 from dynamoth.data.records import Record, partition_keys, partition_name
 from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
-from dynamoth_analytics.cluster.archive_files import day_files, days, file_name, forget, last_archived
-from dynamoth_analytics.cluster.batches import OFFSET, make_folder, record_schema, to_batch, write_file
-from dynamoth_analytics.cluster.failures import TakenOver
-from dynamoth_analytics.cluster.journal import delete_days
-from dynamoth_analytics.cluster.merging import compact
-from dynamoth_analytics.cluster.paging import pages
-from dynamoth_analytics.cluster.reading import read_state
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
+from dynamoth_analytics.cluster.storage.archive_files import day_files, days, file_name, forget, last_archived
+from dynamoth_analytics.cluster.storage.batches import OFFSET, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.storage.durable_files import make_folder
+from dynamoth_analytics.cluster.storage.journal import delete_days
+from dynamoth_analytics.cluster.storage.merging import merge_day
+from dynamoth_analytics.cluster.storage.paging import pages
+from dynamoth_analytics.cluster.storage.reading import read_state
 from dynamoth_analytics.files import arrow
 
 FILE_RECORDS_MAX = 50_000
 FILE_BYTES_MAX = 64 * 2**20
-"""A file ends when it has so many records, or bytes of JSON: they are in memory until it is written."""
+"""A file ends when it has this many records or bytes of JSON, which are in memory until it is written."""
 
 TRIM_RECORDS_MAX = 10_000
 """Records that one command removes: a log server executes nothing else meanwhile."""
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("dynamoth.data-cluster")
 
 
 class ArchivingFailed(DynamothError):
@@ -60,7 +60,7 @@ class ArchivingFailed(DynamothError):
 
 
 class Archiver:
-    """Copies what is stored at Redis to Parquet files, and trims it there.
+    """Copies records from Redis to Parquet files, and trims them at Redis.
 
     Args:
         servers: the log servers.
@@ -77,13 +77,15 @@ class Archiver:
         self._folder = folder
         self._journal = journal
         self.hot_records = hot_records
-        #: Its data cluster's, with which it trims.
+        #: The term of its data cluster, with which it trims.
         self.term = 0
         #: Raises TakenOver where a log server has a newer term.
         self.check_term: Callable[[str], None] = lambda server: None
+        #: Up to which offset each partition is archived, by its name.
         self._positions: dict[str, int] = {}
-        self._compacted: set[Path] = set()
-        #: Older days are deleted, those of the archive where nobody needs them; 0: none is.
+        #: Days whose files are merged.
+        self._merged: set[Path] = set()
+        #: Days that are older than this are deleted, those of the archive only where nobody needs them; 0: none is.
         self.keep_days = 0
         #: Up to which offset nobody needs the archive of each partition, by its name.
         self.unneeded: Mapping[str, int] = {}
@@ -92,15 +94,16 @@ class Archiver:
         self._failures: list[str] = []
         #: Log servers that cannot be reached in this call.
         self._unreachable: set[str] = set()
+        #: How many records this process has archived.
         self.records = 0
         #: Whether the disk was full at the last call: records stay at Redis.
         self.is_full = False
 
     def archive(self, catalog: Catalog) -> int:
-        """Archive what is new of all datasets; return how many records that were.
+        """Archive the new records of all datasets; return how many there were.
 
-        Raises ArchivingFailed when all that can be done is done. While the disk is full, records stay at Redis, and the
-        next call tries again. Raises TakenOver where a newer data cluster is there.
+        Raises ArchivingFailed where parts have failed, when all others are done. While the disk is full, records stay
+        at Redis, and the next call tries again. Raises TakenOver where a newer data cluster is there.
         """
         before = self.records
         self._failures, self._unreachable = [], set()
@@ -108,7 +111,7 @@ class Archiver:
             self._clean()
             self._delete_old(catalog)
             self._archive(catalog)
-            self._compact()
+            self._merge_day()
             self.is_full = False
         except OSError as error:
             if error.errno not in _FULL_DISK:
@@ -134,17 +137,17 @@ class Archiver:
         except OSError as error:
             self._failures.append(f"files that a process has left are not deleted: {error}")
 
-    def _compact(self) -> None:
-        """Merge the files of one past day, so that a call does not take long."""
+    def _merge_day(self) -> None:
+        """Merge the files of one past day; only one, so that a call does not take long."""
         today = f"date={datetime.now(UTC):%Y-%m-%d}"
         for day in sorted(self._folder.glob("*/date=*")):
-            if day.name < today and day not in self._compacted:
-                self._compacted.add(day)
+            if day.name < today and day not in self._merged:
+                self._merged.add(day)
                 try:
-                    compact(day)
+                    merge_day(day)
                 except (OSError, arrow.ArrowException) as error:
                     if isinstance(error, OSError) and error.errno in _FULL_DISK:
-                        self._compacted.discard(day)
+                        self._merged.discard(day)
                         raise
                     self._failures.append(f"the files of {day} are not merged: {error}")
                 return
@@ -224,7 +227,7 @@ class Archiver:
         self._trim(dataset, name)
 
     def _files(self, dataset: Dataset, partition: int) -> Iterator[tuple[int, list[Any]]]:
-        """Yield what each new file has: up to which offset other files have all records, and its batches."""
+        """Yield the contents of each new file: up to which offset other files have all records, and its batches."""
         before = position = self._positions[partition_name(dataset.name, partition)]
         batches: list[Any] = []
         records = size = 0
@@ -254,7 +257,7 @@ class Archiver:
         return given[-1][1] if given else 0
 
     def _trim(self, dataset: Dataset, name: str) -> None:
-        """Remove archived records from the stream, the oldest first, until it has as many as may stay.
+        """Remove archived records from the stream, the oldest first, until it has only as many as may stay.
 
         Offsets only jump upwards: so those of the oldest records are at least what is computed here.
         """
@@ -281,5 +284,5 @@ def archived_datasets(catalog: Catalog) -> Iterator[Dataset]:
 
 
 def _is_unreachable(error: LogServerFailed) -> bool:
-    """Tell whether a server is down, and not only refuses a command: its other partitions would have to wait, too."""
+    """Return whether a server is down, and not only refuses a command: its other partitions would have to wait, too."""
     return isinstance(error.__cause__, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError)

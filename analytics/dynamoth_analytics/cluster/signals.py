@@ -35,7 +35,7 @@ def noted_signals() -> Generator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Tell whether a signal was noted."""
+    """Return whether a signal was noted."""
     return bool(_noted)
 
 
@@ -47,7 +47,7 @@ def _note(number: int, _: FrameType | None) -> None:
 
 @contextmanager
 def java_ignores_sigterm() -> Generator[None]:
-    """Have the Java that is started in this context ignore SIGTERM: what is ignored stays so in another program."""
+    """Have the Java that is started in this context ignore SIGTERM: a process that executes Java still ignores it."""
     _starting_java.append(True)
     try:
         yield

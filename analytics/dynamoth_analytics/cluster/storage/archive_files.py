@@ -1,4 +1,4 @@
-"""The files of the archive: their names, and what is in them.
+"""The files of the archive: their names, and the records in them.
 
 Theory of operation
 -------------------
@@ -8,8 +8,8 @@ the file before, whatever jumps of offsets (restarts of the server) are in betwe
 were archived, it is the offset of the last lost one. So a reader whose position is below ``BEFORE`` has met a hole:
 a file is missing, its day was deleted, or the records were never archived.
 
-Small files are merged (``merging``): the merged file is there before its parts are deleted. Whoever meets both reads
-each record once, as the ranges in the names show what was read already.
+Small files are merged (``merging``): the merged file is there before its parts are deleted. A reader that meets both
+reads each record once, as the ranges in the names show what was read already.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamoth.data.datasets import Dataset
-from dynamoth_analytics.cluster.batches import read_file
+from dynamoth_analytics.cluster.storage.batches import read_file
 from dynamoth_analytics.files import parquet
 
 SETTLED_S = 2.0
@@ -53,7 +53,7 @@ class Hole(NamedTuple):
 
 
 _known: dict[Path, tuple[int, dict[int, list[ArchiveFile]]]] = {}
-"""Of this process: what day folders held, and when they had changed last."""
+"""Of this process: when each day folder had changed last, and its files by partition."""
 
 
 def file_name(partition: int, before: int, first: int, last: int) -> str:
@@ -84,7 +84,7 @@ def day_files(day: Path) -> dict[int, list[ArchiveFile]]:
 
 
 def forget(day: Path) -> None:
-    """Have a day folder listed again when it is needed next."""
+    """Forget the files of a day folder: it is listed again when it is needed next."""
     _known.pop(day, None)
 
 
@@ -110,7 +110,7 @@ def last_archived(folder: Path, dataset: str, partition: int) -> int:
 
 
 def files_between(folder: Path, dataset: str, partition: int, after: int, until: int) -> list[ArchiveFile]:
-    """Return the files that tell of offsets behind ``after`` and up to ``until``, in order.
+    """Return the files with records, or losses, behind ``after`` and up to ``until``, in order.
 
     Offsets grow from day to day, so no day is listed that is older than ``after``.
     """

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamoth_analytics.cluster.archive_files import ArchiveFile, day_files, file_name
-from dynamoth_analytics.cluster.batches import row_groups, write_file
+from dynamoth_analytics.cluster.storage.archive_files import ArchiveFile, day_files, file_name
+from dynamoth_analytics.cluster.storage.batches import row_groups, write_file
 from dynamoth_analytics.files import parquet
 
 MERGED_RECORDS_MAX = 500_000
@@ -17,16 +17,17 @@ MERGED_BYTES_MAX = 2**28
 """Records of a merged file, and bytes of its parts: files of 256 MiB suit Spark. Merging holds about a row group."""
 
 
-def compact(day: Path) -> int:
+def merge_day(day: Path) -> int:
     """Merge the files of a day folder; return how many were deleted. Call it for past days. Raises OSError.
 
     Files are merged with their neighbours while they have the same columns, no records are missing between them,
     and the merged file is not too large.
     """
-    return sum(_compact(day, partition, files) for partition, files in day_files(day).items())
+    return sum(_merge_files(day, partition, files) for partition, files in day_files(day).items())
 
 
-def _compact(day: Path, partition: int, files: Sequence[ArchiveFile]) -> int:
+def _merge_files(day: Path, partition: int, files: Sequence[ArchiveFile]) -> int:
+    """Merge the files of a partition; return how many were deleted."""
     deleted, end = 0, 0
     group: list[ArchiveFile] = []
     records, size, schema = 0, 0, None
@@ -48,6 +49,7 @@ def _compact(day: Path, partition: int, files: Sequence[ArchiveFile]) -> int:
 
 
 def _merge(day: Path, partition: int, parts: Sequence[ArchiveFile]) -> int:
+    """Make one file of several; return how many were deleted."""
     if len(parts) < 2:
         return 0
     name = file_name(partition, parts[0].before, parts[0].first, parts[-1].last)

@@ -1,20 +1,19 @@
-"""Records as Arrow batches: what the archive has, and what Spark gets."""
+"""Records as Arrow batches, for the archive and for Spark."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pyarrow import json as arrow_json  # pyright: ignore[reportMissingTypeStubs]
 
 from dynamoth.data.datasets import Dataset, FieldType
 from dynamoth.data.records import Record
+from dynamoth_analytics.cluster.storage.durable_files import replacing
 from dynamoth_analytics.files import arrow, parquet
 
 ARROW_TYPES: dict[FieldType, Any] = {
@@ -104,7 +103,7 @@ def write_file(path: Path, schema: Any, tables: Iterator[Any], check: Callable[[
     the file appears: if it raises, there is no file.
     """
     with (
-        _replacing(path, path.with_name(f".{path.stem}.tmp"), check) as file,
+        replacing(path, path.with_name(f".{path.stem}.tmp"), check) as file,
         parquet.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
         for group in _grouped(tables):
@@ -123,47 +122,3 @@ def _grouped(tables: Iterator[Any]) -> Iterator[Any]:
         size, records = size + table.nbytes, records + len(table)
     if group:
         yield arrow.concat_tables(group)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file, which appears as a whole or not at all, and is on disk then. Raises OSError."""
-    with _replacing(path, path.with_name(f".{path.name}.tmp")) as file:
-        file.write(text.encode())
-
-
-@contextmanager
-def _replacing(path: Path, hidden: Path, check: Callable[[], None] = lambda: None) -> Generator[BinaryIO]:
-    """Yield a hidden file that replaces ``path`` at the end, and is on disk then; it is deleted if that fails."""
-    try:
-        with hidden.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        check()
-        hidden.rename(path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and its parents where they are missing; the names of new ones are on disk then. Raises OSError."""
-    if folder.is_dir():
-        return
-    make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    try:
-        sync_folder(folder.parent)
-    except OSError:
-        folder.rmdir()  # the next call makes it again
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Force the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Distances, and the grids that find what is near without comparing everything with everything.
+"""Distances, and the grids that find places near each other without comparing all pairs.
 
 A grid of *level* n has cells of 2^n metres. Of two places that are to be near each other, one is in one cell, and the
 other one is given all cells that its radius touches, at the level that fits the radius: nine at most, but near the

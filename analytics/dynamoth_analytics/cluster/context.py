@@ -1,0 +1,118 @@
+"""What all queries of a data cluster share, and what a log server stores about each of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from dynamoth.data.progress import (
+    Progress,
+    QueryStatus,
+    WindowEnd,
+    begin_key,
+    parse_begin,
+    parse_progress,
+    parse_status,
+    progress_key,
+    query_server,
+    restart_key,
+    status_key,
+    store_progress_command,
+    store_status_command,
+)
+from dynamoth.data.queries import StandingQuery
+from dynamoth_analytics.cluster import publishing
+from dynamoth_analytics.cluster.publishing import ResultPublisher
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.small_windows import SmallWindows
+from dynamoth_analytics.cluster.storage.checkpoints import CheckpointFolder
+from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
+
+_log = logging.getLogger("dynamoth.data-cluster")
+
+
+@dataclass(frozen=True)
+class ClusterContext:
+    """What all queries of a data cluster share. Threads of all of them use it."""
+
+    spark: SparkSession
+    servers: LogServers
+    cluster_url: str
+    #: Of the data cluster: archive, checkpoints, copies of loads, interest tables, journal and snapshots.
+    folder: Path
+    term: int
+    #: How long the log of an interest lives after its last reader or writer, at least.
+    ttl_s: float
+    snapshots: KeyedSnapshots
+    small_windows: SmallWindows
+    #: Appends to a log server that fails are tried again for this time.
+    append_retry_s: float = publishing.RETRY_S_MAX
+    #: Set when a newer data cluster was met: this one has to end.
+    fenced: threading.Event = field(default_factory=threading.Event)
+    #: Set when this data cluster begins to end.
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def source_options(self) -> dict[str, str]:
+        """Return the options of the source for all datasets."""
+        return {
+            **self.servers.options(),
+            "archive": str(self.folder / "archive"),
+            "loads": str(self.folder / "static"),
+        }
+
+    def publisher(self, query: StandingQuery, execution: int, tick_ms: int) -> ResultPublisher:
+        """Return the publisher of the result sets of an execution."""
+        return ResultPublisher(
+            self.servers, self.cluster_url, query.name, query.version, execution, tick_ms, self.term,
+            query.inline_bytes_max if query.delivery == "inline" else -1, query.result_bytes_max, query.retained_min,
+            max(self.ttl_s, query.keep_s), self.append_retry_s,
+        )  # fmt: skip
+
+    def checkpoint(self, query: str) -> CheckpointFolder:
+        """Return the checkpoint of a query."""
+        return CheckpointFolder(self.folder / "checkpoints" / query)
+
+    @property
+    def journal(self) -> Path:
+        """The folder of the journal of executions."""
+        return self.folder / "executions"
+
+    # What is stored about a query.
+
+    def progress(self, query: str) -> Progress | None:
+        """Return the stored progress of a query; None: there is none. Raises LogServerFailed."""
+        return parse_progress(self._get(query, progress_key(query)))
+
+    def store_progress(self, query: str, progress: Progress) -> None:
+        """Store the progress of a query. Raises LogServerFailed, also where a newer data cluster is there."""
+        self._run(query, store_progress_command(query, progress, self.term))
+
+    def begin(self, query: str) -> WindowEnd | None:
+        """Return behind which offsets a query begins that was dropped; None: not known. Raises LogServerFailed."""
+        return parse_begin(self._get(query, begin_key(query)))
+
+    def forget_restart(self, query: str) -> None:
+        """Delete the order of an operator to restart a query: it was carried out. Raises LogServerFailed."""
+        self._run(query, (b"DEL", restart_key(query)))
+
+    def status(self, query: str) -> QueryStatus | None:
+        """Return the stored status of a query; None: there is none. Raises LogServerFailed."""
+        return parse_status(self._get(query, status_key(query)))
+
+    def store_status(self, query: str, status: QueryStatus) -> None:
+        """Store the status of a query, if that is possible: it is only for people."""
+        try:
+            self._run(query, store_status_command(query, status, self.term))
+        except LogServerFailed as error:
+            _log.debug("the status of query %s is not stored: %s", query, error)
+
+    def _get(self, query: str, key: bytes) -> Any:
+        return self._run(query, (b"GET", key))
+
+    def _run(self, query: str, command: Any) -> Any:
+        return self.servers.run(query_server(query, self.servers.ids), command)
