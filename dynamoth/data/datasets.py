@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -381,7 +382,8 @@ def _text_of(value: object) -> str:
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        twice = next(name for index, (name, _) in enumerate(pairs) if any(name == each for each, _ in pairs[:index]))
+        counts = Counter(name for name, _ in pairs)  # of many names: whoever sends them holds up nobody
+        twice = next(name for name, count in counts.items() if count > 1)
         raise BadRecord(f"it has {shortened(twice)} twice")
     return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds:
 def test_what_does_not_belong_is_refused_with_the_reason(record: bytes, reason: str) -> None:
     with pytest.raises(BadRecord, match=reason):
         REPORTS.normalize(record, 0.0)
+
+
+def test_a_record_with_very_many_names_is_refused_at_once() -> None:
+    """A broker serves nobody else meanwhile."""
+    names = ",".join(f'"{number:x}":0' for number in range(80_000))
+    began = time.monotonic()
+    with pytest.raises(BadRecord, match="it has '1387f' twice"):
+        replace(REPORTS, record_bytes_max=1_048_576).normalize(f'{{{names},"1387f":0}}'.encode(), 0.0)
+    assert time.monotonic() - began < 5
 
 
 def test_a_late_record_is_refused() -> None:
