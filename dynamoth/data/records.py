@@ -123,8 +123,11 @@ def partition_server(name: str, servers: Sequence[str]) -> str:
 
 
 def partition_of(dataset: Dataset, place: str, turn: int) -> int:
-    """Return the partition of a record with this key or id; without one, records go in turn."""
-    if not place:
+    """Return the partition of a record with this key or id; without one, records go in turn.
+
+    An empty key is one like others: which of its records is the latest, only one partition can say.
+    """
+    if not place and dataset.kind != "keyed":
         return turn % dataset.partitions
     return int.from_bytes(blake2b(place.encode(errors="replace"), digest_size=8).digest()) % dataset.partitions
 

@@ -252,4 +252,6 @@ def test_records_of_one_key_go_to_one_partition_and_others_are_spread() -> None:
     assert len({partition_of(dataset, "ann", turn) for turn in range(50)}) == 1
     assert {partition_of(dataset, f"user{number}", 0) for number in range(200)} == set(range(8))
     assert [partition_of(dataset, "", turn) for turn in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    keyed = replace(dataset, kind="keyed", key="id", id="")
+    assert len({partition_of(keyed, "", turn) for turn in range(50)}) == 1, "the empty key is one, too"
     assert {partition_server(f"reports/{number}", ["l1", "l2", "l3"]) for number in range(64)} == {"l1", "l2", "l3"}
