@@ -127,6 +127,8 @@ class Dataset:
         if self.time and self.late_s and (at := stored.get(self.time)) is not None and at / 1e6 < now - self.late_s:
             raise BadRecord(f"it is {now - at / 1e6:.0f} s late, and {self.late_s:.0f} s are allowed")
         id_ = _text_of(stored.get(self.id)) if self.id else ""
+        if self.id and not id_:
+            raise BadRecord(f"field {self.id!r} is empty, and has to identify the record")
         place = _text_of(stored[self.key]) if self.kind == "keyed" else id_
         text = json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         try:

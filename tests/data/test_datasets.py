@@ -107,6 +107,7 @@ def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds:
         ('{"id": "a"}'.encode("utf-8-sig"), "no JSON"),
         (b'{"n": 1}', "'id' is missing"),
         (b'{"id": null}', "'id' is missing"),
+        (b'{"id": ""}', "'id' is empty, and has to identify the record"),
         (b'{"id": "a", "more": 1}', "no field 'more'"),
         (b'{"id": "\\ud800"}', "valid Unicode"),
         (b'{"id": "\xff"}', "no JSON"),
