@@ -93,7 +93,7 @@ class Queries:
             query.check(values)
         except BadParameters as error:
             return self._refuse(subscription, "bad_params", str(error))
-        if any(values[name] != grant.user for name, _ in query.bind):
+        if any(not grant.user or values[name] != grant.user for name, _ in query.bind):
             return self._refuse(subscription, "forbidden", "a parameter has to be the subject of the token")
         keep_s = query.keep_s
         if subscription.position_key is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from ipaddress import IPv6Address, IPv6Network
 from typing import TYPE_CHECKING
 
 from dynamoth.edge.publications import Position
@@ -11,6 +12,10 @@ from dynamoth_broker.events import ConnectionId, Grant
 
 if TYPE_CHECKING:
     from dynamoth_broker.interests import SharedInterest
+
+
+IPV6_PREFIX = 64
+"""Bits of an address that its network has: the host chooses the others itself (RFC 4291, RFC 8981)."""
 
 
 class Stage(Enum):
@@ -98,5 +103,15 @@ class Session:
 
     @property
     def payer(self) -> tuple[str, str]:
-        """Whose limits count: those of the token's subject, without one those of the address."""
-        return self.grant.user, "" if self.grant.user else self.address
+        """Whose limits count: those of the token's subject, without one those of the network."""
+        return self.grant.user, "" if self.grant.user else network_of(self.address)
+
+
+def network_of(address: str) -> str:
+    """Return what one user has of addresses: one of IPv4, or a network of IPv6, of which any host has 2^64."""
+    try:
+        ip = IPv6Address(address)
+    except ValueError:
+        return address
+    mapped = ip.ipv4_mapped
+    return str(mapped or IPv6Network((ip, IPV6_PREFIX), strict=False))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -130,6 +131,8 @@ class Dataset:
         if self.time and self.late_s and (at := stored.get(self.time)) is not None and at / 1e6 < now - self.late_s:
             raise BadRecord(f"it is {now - at / 1e6:.0f} s late, and {self.late_s:.0f} s are allowed")
         id_ = _text_of(stored.get(self.id)) if self.id else ""
+        if self.id and not id_:
+            raise BadRecord(f"field {self.id!r} is empty, and has to identify the record")
         place = _text_of(stored[self.key]) if self.kind == "keyed" else id_
         text = json.dumps(stored, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         try:
@@ -385,7 +388,8 @@ def _text_of(value: object) -> str:
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        twice = next(name for index, (name, _) in enumerate(pairs) if any(name == each for each, _ in pairs[:index]))
+        counts = Counter(name for name, _ in pairs)  # of many names: whoever sends them holds up nobody
+        twice = next(name for name, count in counts.items() if count > 1)
         raise BadRecord(f"it has {shortened(twice)} twice")
     return values
 

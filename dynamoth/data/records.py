@@ -44,6 +44,9 @@ DATA_PREFIX = RESERVED_PREFIX + b"data:"
 FULL = "FULL"
 """The first word of the error that refuses records until the archive has caught up."""
 
+REMEMBERED_BYTES_MAX = 64
+"""Longest id that a server remembers as it is: users choose ids, which may be as long as a record."""
+
 OFFSET_BITS = 20
 """Offsets begin at the server's clock, in seconds, with this many bits of its fraction: about its microseconds."""
 
@@ -123,8 +126,11 @@ def partition_server(name: str, servers: Sequence[str]) -> str:
 
 
 def partition_of(dataset: Dataset, place: str, turn: int) -> int:
-    """Return the partition of a record with this key or id; without one, records go in turn."""
-    if not place:
+    """Return the partition of a record with this key or id; without one, records go in turn.
+
+    An empty key is one like others: which of its records is the latest, only one partition can say.
+    """
+    if not place and dataset.kind != "keyed":
         return turn % dataset.partitions
     return int.from_bytes(blake2b(place.encode(errors="replace"), digest_size=8).digest()) % dataset.partitions
 
@@ -145,8 +151,14 @@ def append_records_command(
     remembered_ms = round(dataset.duplicate_s * 1000) if dataset.id else 0
     arguments: list[bytes] = [run_id.encode(), b"%d" % dataset.waiting_max, b"%d" % remembered_ms]
     for value, id_ in records:
-        arguments += id_.encode() if remembered_ms else b"", value
+        arguments += _remembered(id_) if remembered_ms else b"", value
     return b"EVAL", APPEND_SCRIPT, b"3", *keys, *arguments
+
+
+def _remembered(id_: str) -> bytes:
+    """Return by what a server remembers an id: a long one by its hash, which is longer than any short one."""
+    as_it_is = id_.encode()
+    return as_it_is if len(as_it_is) <= REMEMBERED_BYTES_MAX else blake2b(as_it_is).hexdigest().encode()
 
 
 @parser("the reply of a dataset's server")

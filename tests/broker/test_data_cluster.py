@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -398,6 +399,10 @@ async def test_a_post_that_is_refused_says_why(
         ({"Content-Encoding": "gzip"}, b"no gzip", 400, "Content-Encoding"),
         ({"Content-Encoding": "gzip"}, gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, 400, "Content-Encoding"),
         ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 1_000_000, mtime=0), 413, "65536 bytes"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(RECORD % b"a", mtime=0)[:-1], 400, "Content-Encoding"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(RECORD % b"a", mtime=0) + b"x", 400, "Content-Encoding"),
+        ({"Content-Encoding": "br"}, b"x", 415, "gzip and deflate"),
+        ({"Content-Encoding": "gzip, gzip"}, b"x", 415, "gzip and deflate"),
         ({"Content-Encoding": "gzip", "Authorization": "Bearer x"}, b"no gzip", 401, "token"),
         ({"Content-Encoding": "gzip", "Authorization": "Basic x"}, b"no gzip", 400, "`Bearer`"),
     ],
@@ -419,6 +424,25 @@ async def test_a_body_that_cannot_be_read_is_refused_without_a_traceback(
         assert await where.records(REPORTS) == []
         assert await post(where, RECORD % b"a") == (200, {"stored": 1, "duplicates": 0, "refused": []})
     assert [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize(
+    ("coding", "body"),
+    [
+        ("gzip", gzip.compress(RECORD % b"a", mtime=0)),
+        ("deflate", zlib.compress(RECORD % b"a")),
+        ("deflate", zlib.compress(RECORD % b"a")[2:-4]),
+        ("identity", RECORD % b"a"),
+    ],
+    ids=["gzip", "deflate", "deflate without its header", "identity"],
+)
+@in_a_loop
+async def test_a_body_may_come_compressed(
+    servers: tuple[str, dict[str, str]], tmp_path: Path, coding: str, body: bytes
+) -> None:
+    async with place(servers, tmp_path) as where:
+        answer = await post(where, body, headers={"Content-Encoding": coding})
+        assert answer == (200, {"stored": 1, "duplicates": 0, "refused": []})
 
 
 @in_a_loop

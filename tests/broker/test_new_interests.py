@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dynamoth_broker.events import Grant
 from dynamoth_broker.new_interests import HOUR_S, PURGED_MIN, NewInterests
+from dynamoth_broker.sessions import Session
 
 
 def registered(new: NewInterests, user: str, interest: str, now: float, keep_s: float = 1e6) -> bool:
@@ -24,6 +26,16 @@ def test_so_many_at_once_and_then_as_many_per_hour(per_hour: int) -> None:
     assert registered(new, "bob", "b", 5.0), "another user has its own"
     assert registered(new, "ann", "more", 5.0 + wait_s)
     assert not registered(new, "ann", "still more", 5.0 + wait_s)
+
+
+def test_who_has_no_token_has_the_limits_of_its_network() -> None:
+    def payer(address: str, user: str = "") -> tuple[str, str]:
+        return Session("connection", "s", Grant(user), 0, 0.0, address=address).payer
+
+    assert payer("2001:db8::1") == payer("2001:db8::ffff:ffff:ffff:ffff") == payer("2001:db8::5%2")
+    assert len({payer(each) for each in ("2001:db8::1", "2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "")}) == 5
+    assert payer("::ffff:10.0.0.1") == payer("10.0.0.1")
+    assert payer("10.0.0.1", "ann") == payer("10.0.0.2", "ann") != payer("10.0.0.1")
 
 
 def test_what_is_refused_costs_nothing() -> None:

@@ -99,6 +99,15 @@ def test_the_channel_is_joined_while_the_interest_is_registered() -> None:
     assert only(SubscribeChannel, broker.open(1, REQUEST, grant=ANN)) == [SubscribeChannel(INTEREST.log_channel)]
 
 
+def test_who_has_no_token_has_no_subject() -> None:
+    broker = Broker(OPTIONS)
+    nobody = SubscriptionRequest(1, query_interest("near", {"user": ""}), None)
+    [ask] = asked(broker.open(1, nobody, grant=Grant()), QUERIES_KEY)
+    [refusal, _] = frames(defined(broker, ask, NEAR), 1)
+    assert isinstance(refusal, Error)
+    assert (refusal.code, refusal.ref) == ("forbidden", 1)
+
+
 def test_users_of_one_interest_share_a_registration() -> None:
     broker, register = joining()
     opened(broker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +107,7 @@ def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds:
         ('{"id": "a"}'.encode("utf-8-sig"), "no JSON"),
         (b'{"n": 1}', "'id' is missing"),
         (b'{"id": null}', "'id' is missing"),
+        (b'{"id": ""}', "'id' is empty, and has to identify the record"),
         (b'{"id": "a", "more": 1}', "no field 'more'"),
         (b'{"id": "\\ud800"}', "valid Unicode"),
         (b'{"id": "\xff"}', "no JSON"),
@@ -115,6 +117,15 @@ def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds:
 def test_what_does_not_belong_is_refused_with_the_reason(record: bytes, reason: str) -> None:
     with pytest.raises(BadRecord, match=reason):
         REPORTS.normalize(record, 0.0)
+
+
+def test_a_record_with_very_many_names_is_refused_at_once() -> None:
+    """A broker serves nobody else meanwhile."""
+    names = ",".join(f'"{number:x}":0' for number in range(80_000))
+    began = time.monotonic()
+    with pytest.raises(BadRecord, match="it has '1387f' twice"):
+        replace(REPORTS, record_bytes_max=1_048_576).normalize(f'{{{names},"1387f":0}}'.encode(), 0.0)
+    assert time.monotonic() - began < 5
 
 
 def test_a_late_record_is_refused() -> None:
@@ -242,4 +253,6 @@ def test_records_of_one_key_go_to_one_partition_and_others_are_spread() -> None:
     assert len({partition_of(dataset, "ann", turn) for turn in range(50)}) == 1
     assert {partition_of(dataset, f"user{number}", 0) for number in range(200)} == set(range(8))
     assert [partition_of(dataset, "", turn) for turn in range(9)] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    keyed = replace(dataset, kind="keyed", key="id", id="")
+    assert len({partition_of(keyed, "", turn) for turn in range(50)}) == 1, "the empty key is one, too"
     assert {partition_server(f"reports/{number}", ["l1", "l2", "l3"]) for number in range(64)} == {"l1", "l2", "l3"}

@@ -259,6 +259,20 @@ def test_a_partition_that_is_full_refuses_all_of_a_command_until_it_is_trimmed(s
     assert parse_appended_records(accepted, 2) == [offsets[1] + 1, offsets[1] + 2]
 
 
+def test_long_ids_are_told_apart_and_take_little_memory(server: EmbeddedRedis) -> None:
+    ids = ["x" * 60_000, "x" * 59_999, "x" * 60_000, "y"]
+    stored, used = real(
+        server,
+        [
+            append(WITH_ID, *((b"a", each) for each in ids)),
+            (b"MEMORY", b"USAGE", partition_keys(NAME)[2]),
+        ],
+    )
+    (begin, *_) = parse_appended_records(stored)
+    assert parse_appended_records(stored) == [begin, begin + 1, 0, begin + 2]
+    assert used < 2000
+
+
 def test_ids_are_forgotten_after_their_time(server: EmbeddedRedis) -> None:
     brief = replace(WITH_ID, duplicate_s=0.05)
     address = f"redis://127.0.0.1:{server.port}"

@@ -24,6 +24,7 @@ from aiohttp.typedefs import Handler
 
 from dynamoth.errors import MalformedMessage
 from dynamoth_broker.process.accept import Acceptor
+from dynamoth_broker.process.compressed import CODINGS, TooLarge, coding_of, unpacked
 from dynamoth_broker.process.event_ids import HEADER_BYTES_MAX
 from dynamoth_broker.process.frames import Frame, parse_json
 from dynamoth_broker.process.handshake import log_refused_origin
@@ -127,6 +128,7 @@ class SseServer:
         self._runner = web.AppRunner(
             app,
             access_log=None,  # it has sessions in it, and a line for each acknowledgement
+            auto_decompress=False,  # see `compressed`
             handler_cancellation=True,
             keepalive_timeout=KEEPALIVE_S,
             logger=self.http_log,
@@ -268,19 +270,27 @@ class SseServer:
         return _json_answer(*records_answer(await store(records)), headers)
 
     async def _read(self, request: web.Request, headers: dict[str, str]) -> bytes:
-        """Return the body. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, HTTPBadRequest."""
+        """Return the body, unpacked.
+
+        Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge, HTTPBadRequest, HTTPUnsupportedMediaType.
+        """
         most = self.options.frame_bytes_max
         try:
+            coding = coding_of(request.headers.get("Content-Encoding", ""))
             async with asyncio.timeout(self.options.handshake_timeout_s):
-                return await request.read()
+                return unpacked(await request.read(), coding, most)
+        except LookupError:
+            text = f"the broker reads no such Content-Encoding: send {CODINGS}, or no compressed body\n"
+            raise web.HTTPUnsupportedMediaType(text=text, headers=headers) from None
         except TimeoutError:
             raise web.HTTPRequestTimeout(headers=headers) from None
-        except web.HTTPRequestEntityTooLarge as error:
-            error.text = f"the body has more than {most} bytes: send it in parts\n"
-            error.headers.update(headers)
-            raise
+        except (TooLarge, web.HTTPRequestEntityTooLarge):
+            text = f"the body has more than {most} bytes: send it in parts\n"
+            raise web.HTTPRequestEntityTooLarge(most, text=text, headers=headers) from None
+        except MalformedMessage as error:
+            raise web.HTTPBadRequest(text=f"{error}\n", headers=headers) from None
         except (web.RequestPayloadError, HttpProcessingError):
-            text = "the body is not what its Content-Encoding or Transfer-Encoding says\n"
+            text = "the body is not what its Transfer-Encoding says\n"
             raise web.HTTPBadRequest(text=text, headers=headers) from None
 
     def _find(self, session: str, token: str | None, headers: dict[str, str]) -> SseConnection:
