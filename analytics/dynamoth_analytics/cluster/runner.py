@@ -27,6 +27,7 @@ from dynamoth_analytics.cluster.executions import ClusterContext, QueryRunner
 from dynamoth_analytics.cluster.failures import Failures, TakenOver, check_spark, reason_of
 from dynamoth_analytics.cluster.identity import check_identity
 from dynamoth_analytics.cluster.interest_table import expire_interests
+from dynamoth_analytics.cluster.known import KnownQueries
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.publishing import Fenced
 from dynamoth_analytics.cluster.retention import Needs, needs_of, unneeded
@@ -65,6 +66,7 @@ class ClusterRunner:
         self._runners: dict[str, QueryRunner] = {}
         #: The highest counts of queries, by name, also of those that do not run any more.
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._known = KnownQueries()
         #: Dropped queries whose users know.
         self._ended: set[str] = set()
         #: Held while queries are started and stopped.
@@ -111,6 +113,8 @@ class ClusterRunner:
             catalog = self._servers.catalog()
             self._note_faults(catalog)
             failures = Failures()
+            with failures.kept():
+                self._known.check(catalog)
             self._stop_others(catalog, failures)
             self._end_dropped(self._context, catalog, failures)
             self._start_missing(self._context, catalog, failures)
