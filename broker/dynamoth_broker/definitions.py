@@ -3,7 +3,8 @@
 A definition is read when it is needed, and believed for ``BELIEVED_S``. Whoever asks for one that is being read waits
 for the same answer. The latest version of any server counts: a server that was away may have an older one. That there
 is no definition is believed only if all servers say so: one that has lost its data knows nothing of those that others
-have. A definition that this broker cannot read, as that of a newer version, is there: users are to try again later.
+have. So is an older version than the one that is known: then all of them have lost it, or were restored from copies.
+A definition that this broker cannot read, as that of a newer version, is there: users are to try again later.
 
 A name that no definition can have is not asked for: users choose it. Of names without a definition, the latest
 ``UNKNOWN_MAX`` are remembered.
@@ -42,6 +43,10 @@ OnDefinition = Callable[[Any, float], Sequence[BrokerAction]]
 """Gets a definition, as ``Definition`` says, and the time."""
 
 
+_NOTHING = Entry(0, None)
+"""In place of an entry that no server has."""
+
+
 @dataclass(slots=True)
 class _Known:
     """One name of the catalog."""
@@ -54,6 +59,9 @@ class _Known:
     waiting: list[OnDefinition] = field(default_factory=list[OnDefinition])
     unanswered: int = 0
     answers: int = 0
+    #: The latest entry of the present reading, and whether every answer so far could be read.
+    latest: Entry = _NOTHING
+    is_whole: bool = True
 
 
 class Definitions:
@@ -92,7 +100,7 @@ class Definitions:
         known.waiting.append(then)
         if known.unanswered:
             return []
-        known.unanswered, known.answers = len(self._ids), 0
+        known.unanswered, known.answers, known.latest, known.is_whole = len(self._ids), 0, _NOTHING, True
         self._unknown.pop((key, name), None)
 
         def command(run_id: str, new_epoch: int, options: LogOptions) -> tuple[CommandPart, ...]:
@@ -109,16 +117,20 @@ class Definitions:
     def _replied(self, place: tuple[bytes, str], known: _Known, reply: Any, now: float) -> Sequence[BrokerAction]:
         known.unanswered -= 1
         try:
-            if reply is not None and not isinstance(reply, ErrorReply):
+            if reply is None or isinstance(reply, ErrorReply):
+                known.is_whole = False
+            else:
                 (value,) = read_array(reply)
-                entry = None if value is None else parse_entry(read_bytes(value))
+                entry = _NOTHING if value is None else parse_entry(read_bytes(value))
                 known.answers += 1
-                if entry is not None:
-                    self._take(place, known, entry)
+                known.latest = max(known.latest, entry, key=lambda each: each.version)
         except (MalformedMessage, ValueError):
+            known.is_whole = False
             self._counters["malformed"] += 1
         if known.unanswered:
             return []
+        if known.latest.version > known.version or known.is_whole:
+            self._take(place, known, known.latest)
         waiting, known.waiting = known.waiting, []
         is_known = known.answers == len(self._ids) or (known.answers > 0 and known.version > 0)
         if is_known:
@@ -134,12 +146,10 @@ class Definitions:
         return actions
 
     def _take(self, place: tuple[bytes, str], known: _Known, entry: Entry) -> None:
-        """Note the entry of one server, if it is newer than the known one."""
-        if entry.version <= known.version:
-            return
+        """Take what the servers say."""
         known.version, known.definition = entry.version, None
         if entry.definition is None:
-            return  # it was dropped
+            return  # it was dropped, or there is none
         key, name = place
         values = {**entry.definition, "version": entry.version}
         try:

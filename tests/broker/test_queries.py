@@ -179,6 +179,19 @@ def test_a_query_that_one_server_does_not_have_is_unknown_only_if_all_servers_sa
     assert (refusal.code, refusal.retry) == ("unknown_query", "never")
 
 
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_definition_that_all_servers_have_lost_is_not_believed_any_more(is_restored: bool) -> None:
+    broker = Broker(OPTIONS)
+    [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
+    defined(broker, ask, replace(NEAR, version=3))
+    broker.pass_time(BELIEVED_S)
+    [ask] = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
+    older = replace(NEAR, version=2, parameters=(Parameter("name", "string"),), bind=()) if is_restored else None
+    [refusal, _] = frames(defined(broker, ask, older), 2)
+    assert isinstance(refusal, Error)
+    assert refusal.code == ("bad_params" if is_restored else "unknown_query")
+
+
 def test_a_known_query_is_served_while_a_server_is_away() -> None:
     broker = Broker(replace(OPTIONS, logs={"l1": "redis://l1:6379", "l2": "redis://l2:6379"}))
     [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import Record, append_records_command, partition_keys
 from dynamoth.data.terms import trim_command
-from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
+from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, read_servers
 from dynamoth_analytics.cluster.storage import archive
 from dynamoth_analytics.cluster.storage.archive import Archiver, ArchivingFailed
 from dynamoth_analytics.cluster.storage.archive_files import Hole, archived, file_name
@@ -316,6 +317,37 @@ def test_a_damaged_file_does_not_hold_up_the_merging_of_others(world: World, tmp
         archiver.archive(world.servers.catalog())
     archiver.archive(world.servers.catalog())
     assert [file.name for file in (tmp_path / "reports" / "date=2026-01-02").iterdir()] == [file_name(0, 5, 6, 15)]
+
+
+def test_a_server_that_gives_offsets_again_is_neither_archived_nor_trimmed(world: World, tmp_path: Path) -> None:
+    dataset, durable = world.set_dataset(partitions=1), read_servers(world.logs, durable=True)
+    server, keys = durable.server_of("reports/0"), partition_keys("reports/0")
+
+    def keep(*ids: str) -> None:
+        records = [(json.dumps(each).encode(), each["id"]) for each in reports("a", *ids)]
+        durable.run(server, append_records_command(dataset, 0, records, ""))
+
+    def archive(hot_records: int = 1) -> int:
+        return Archiver(durable, tmp_path, hot_records).archive(durable.catalog())
+
+    keep("1", "2")
+    older = durable.run_all(server, ((b"DUMP", key) for key in keys))
+    time.sleep(0.002)  # a record is known by when it was stored, in ms
+    keep("3", "4")
+    assert archive(100) == 4
+    durable.run_all(server, ((b"RESTORE", key, b"0", copy, b"REPLACE") for key, copy in zip(keys, older, strict=True)))
+    keep("5")
+    time.sleep(0.002)
+    for behind in (False, True):
+        if behind:
+            keep("6", "7")
+        with pytest.raises(ArchivingFailed, match="gives offsets again"):
+            archive()
+    assert ids_between(world, dataset, 0, tip(world), None) == list("12567"), "nothing is trimmed"
+    durable.run(server, (b"DEL", *keys))  # as the error says
+    keep("5", "6", "7")
+    assert archive() == 3
+    assert ids_between(world, dataset, 0, tip(world), tmp_path) == list("1234567")
 
 
 # What was lost, and what was not.

@@ -22,6 +22,7 @@ from tests.data_cluster.world import World
 PARAMETERS: dict[str, Any] = {"type": "string", "size": "int", "radius": "float", "open": "bool"}
 SQL = "SELECT r.id FROM reports r WHERE r.type = :type AND r.size = :size AND r.size < :radius AND :open"
 LATER_MS = 2**52
+FIRE = {"type": "fire"}
 VALUES = {"type": "fire", "size": 1.0, "radius": 5, "open": True}
 
 
@@ -146,6 +147,24 @@ def test_what_a_server_has_lost_is_registered_there_again(world: World) -> None:
     assert again == {each.encode() for each in lost}
     late = world.register("of_type", {"type": "late"})
     assert set(rows(table)) == {*interests.values(), late}
+
+
+def test_an_interest_that_comes_back_with_an_older_copy_of_its_server_is_read_again(world: World) -> None:
+    table = table_of(world, world.set_query())
+    ended, server = world.register("of_type", FIRE), world.server_of(query_interest("of_type", FIRE).id)
+    keys = registration_keys("of_type")
+    assert set(rows(table)) == {ended}
+    older = world.servers.run_all(server, ((b"DUMP", key) for key in keys))
+    world.servers.run(server, (b"ZADD", keys[1], b"0", ended.encode()))
+    assert expire_interests(world.servers, "of_type") == 1
+    assert rows(table) == {}
+    copies = zip(keys, older, strict=True)
+    world.servers.run_all(server, ((b"RESTORE", key, b"0", copy, b"REPLACE") for key, copy in copies))
+    others = (query_interest("of_type", {"type": f"type {number}"}) for number in range(100))
+    other = next(each for each in others if world.server_of(each.id) == server)
+    world.servers.run(server, register_command("of_type", [(other.id, other.params, 60.0)]))
+    assert world.register("of_type", FIRE) == ended, "its broker confirms its user"
+    assert set(rows(table)) == {ended, other.id}
 
 
 def test_a_hundred_thousand_interests(world: World) -> None:

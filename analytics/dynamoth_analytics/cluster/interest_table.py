@@ -123,15 +123,15 @@ class InterestTable:
                 return
 
     def _has_all_changes(self, id_: str, mirror: _Mirror) -> bool:
-        """Return whether the stream of changes goes on where it was read last: not trimmed, and not lost."""
-        changes, position = registration_keys(self._query.name)[2], mirror.position or "0-0"
-        one = (b"COUNT", b"1")
-        first, last = self._servers.run_all(
-            id_, [(b"XRANGE", changes, b"-", b"+", *one), (b"XREVRANGE", changes, b"+", b"-", *one)]
+        """Return whether the stream of changes goes on where it was read last: not trimmed, lost, or an older copy.
+
+        A copy that was restored lacks the last change, while what was registered since may be behind it.
+        """
+        changes, position = registration_keys(self._query.name)[2], (mirror.position or "0-0").encode()
+        last_read, any_change = self._servers.run_all(
+            id_, [(b"XRANGE", changes, position, position), (b"XRANGE", changes, b"-", b"+", b"COUNT", b"1")]
         )
-        if not first:
-            return not mirror.registrations
-        return _is_at_most(first[0][0].decode(), position) and _is_at_most(position, last[0][0].decode())
+        return bool(last_read) if any_change else not mirror.registrations
 
     def _read_all(self, id_: str, mirror: _Mirror) -> None:
         """Read the registrations as they are now; those that the server has lost are stored there again.
@@ -229,8 +229,3 @@ def expire_interests(servers: LogServers, query: str) -> int:
                 break
             count += servers.run(id_, expire_command(query, late))
     return count
-
-
-def _is_at_most(one: str, other: str) -> bool:
-    """Return whether an id of a stream is not behind another one."""
-    return tuple(map(int, one.split("-"))) <= tuple(map(int, other.split("-")))

@@ -26,6 +26,7 @@ from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.failures import Failures, check_spark, reason_of
 from dynamoth_analytics.cluster.identity import check_identity
 from dynamoth_analytics.cluster.interest_table import expire_interests
+from dynamoth_analytics.cluster.known import KnownQueries
 from dynamoth_analytics.cluster.phases import phases
 from dynamoth_analytics.cluster.query_runner import QueryRunner
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
@@ -73,6 +74,7 @@ class ClusterRunner:
         self._runners: dict[str, QueryRunner] = {}
         #: The highest counts of queries, by name, also of those that do not run any more.
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._known = KnownQueries()
         #: Dropped queries whose users got their last publication.
         self._ended: set[str] = set()
         #: Held while queries are started and stopped.
@@ -119,6 +121,8 @@ class ClusterRunner:
             catalog = self._servers.catalog()
             self._note_faults(catalog)
             failures = Failures()
+            with failures.kept():
+                self._known.check(catalog)
             self._stop_others(catalog, failures)
             self._end_dropped(self._context, catalog, failures)
             self._start_missing(self._context, catalog, failures)

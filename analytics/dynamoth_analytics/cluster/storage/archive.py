@@ -9,6 +9,10 @@ last file says where to go on. A partition that cannot be archived does not hold
 A process that hangs may be taken over meanwhile, by a data cluster that archives and trims the same records. So the
 term is checked after records were read: right before their file is put in place, and before they are called lost.
 
+A log server that was restored from an older copy, and counts as durable, gives offsets again that the archive has for
+other records. Whatever is stored there then would be taken for archived, and trimmed. So the last archived record is
+compared with that of the stream before (``_check_offsets``).
+
 The small files of past days are merged (``merging``), and old days are deleted if so configured: before anything is
 written, so that a full disk gets room.
 """
@@ -28,12 +32,19 @@ import redis.exceptions
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset, dead_letters
-from dynamoth.data.records import Record, partition_keys, partition_name
+from dynamoth.data.records import Record, parse_records, partition_keys, partition_name, range_command
 from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
-from dynamoth_analytics.cluster.storage.archive_files import day_files, days, file_name, forget, last_archived
-from dynamoth_analytics.cluster.storage.batches import OFFSET, record_schema, to_batch, write_file
+from dynamoth_analytics.cluster.storage.archive_files import (
+    day_files,
+    days,
+    file_name,
+    forget,
+    last_archived,
+    last_arrived,
+)
+from dynamoth_analytics.cluster.storage.batches import ARRIVED, OFFSET, record_schema, to_batch, write_file
 from dynamoth_analytics.cluster.storage.durable_files import make_folder
 from dynamoth_analytics.cluster.storage.journal import delete_days
 from dynamoth_analytics.cluster.storage.merging import merge_day
@@ -83,6 +94,8 @@ class Archiver:
         self.check_term: Callable[[str], None] = lambda server: None
         #: Up to which offset each partition is archived, by its name.
         self._positions: dict[str, int] = {}
+        #: When the last archived record of each partition was stored; None: its file cannot be read, or there is none.
+        self._arrived: dict[str, datetime | None] = {}
         #: Days whose files are merged.
         self._merged: set[Path] = set()
         #: Days that are older than this are deleted, those of the archive only where nobody needs them; 0: none is.
@@ -214,7 +227,9 @@ class Archiver:
     def _archive_partition(self, dataset: Dataset, partition: int) -> None:
         name = partition_name(dataset.name, partition)
         if name not in self._positions:
+            self._arrived[name] = last_arrived(self._folder, dataset.name, partition)
             self._positions[name] = last_archived(self._folder, dataset.name, partition)
+        self._check_offsets(name)
         for before, batches in self._files(dataset, partition):
             first, last = batches[0].column(OFFSET)[0].as_py(), batches[-1].column(OFFSET)[-1].as_py()
             day = self._folder / dataset.name / f"date={datetime.now(UTC):%Y-%m-%d}"
@@ -222,9 +237,29 @@ class Archiver:
             tables = (arrow.Table.from_batches([batch]) for batch in batches)
             check = partial(self.check_term, self._servers.server_of(name))
             write_file(day / file_name(partition, before, first, last), record_schema(dataset), tables, check)
-            self._positions[name] = last
+            self._positions[name], self._arrived[name] = last, batches[-1].column(ARRIVED)[-1].as_py()
             self.records += sum(map(len, batches))
         self._trim(dataset, name)
+
+    def _check_offsets(self, name: str) -> None:
+        """Raise ArchivingFailed where the server of a partition gives offsets again that the archive has.
+
+        Only a server that counts as durable goes on behind its last record when it comes back; others go on behind all
+        offsets that were ever given.
+        """
+        position, arrived, server = self._positions[name], self._arrived[name], self._servers.server_of(name)
+        if not position or not self._servers.durable:
+            return
+        at_end = parse_records(self._servers.run(server, range_command(name, position - 1, position, 1)))
+        offset = read_state(self._servers, name).offset
+        is_other = bool(at_end) and arrived is not None and at_end[0].arrived_ms != _milliseconds(arrived)
+        if is_other or 0 < offset < position:
+            keys = partition_keys(name)[0].decode().removesuffix("meta") + "*"
+            raise ArchivingFailed(
+                f"log server {server} gives offsets again that the archive has: was an older copy restored? Bring its"
+                f" latest files back; or save what is new (`dynamoth dataset tail`), delete {keys} there, and store"
+                " that again"
+            )
 
     def _files(self, dataset: Dataset, partition: int) -> Iterator[tuple[int, list[Any]]]:
         """Yield the contents of each new file: up to which offset other files have all records, and its batches."""
@@ -281,6 +316,10 @@ def archived_datasets(catalog: Catalog) -> Iterator[Dataset]:
         if dataset.kind != "static":
             yield dataset
             yield dead_letters(dataset.name)
+
+
+def _milliseconds(time: datetime) -> int:
+    return round(time.timestamp() * 1000)
 
 
 def _is_unreachable(error: LogServerFailed) -> bool:

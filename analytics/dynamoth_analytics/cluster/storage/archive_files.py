@@ -19,12 +19,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamoth.data.datasets import Dataset
-from dynamoth_analytics.cluster.storage.batches import read_file
-from dynamoth_analytics.files import parquet
+from dynamoth_analytics.cluster.storage.batches import ARRIVED, read_file
+from dynamoth_analytics.files import arrow, parquet
 
 SETTLED_S = 2.0
 """A folder that has changed within this time is listed again: its time of change may not show the next change."""
@@ -107,6 +108,21 @@ def last_archived(folder: Path, dataset: str, partition: int) -> int:
         if files := day_files(day).get(partition):
             return max(each.last for each in files)
     return 0
+
+
+def last_arrived(folder: Path, dataset: str, partition: int) -> datetime | None:
+    """Return when the last archived record of a partition was stored; None: there is none, or it cannot be read."""
+    for day in days(folder, dataset):
+        if files := day_files(day).get(partition):
+            latest = max(files, key=lambda each: each.last)
+            try:
+                with parquet.ParquetFile(latest.path) as file:
+                    group = file.read_row_group(file.num_row_groups - 1, columns=[ARRIVED])
+                    found: datetime = group.column(ARRIVED)[-1].as_py()
+                    return found
+            except (OSError, arrow.ArrowException):
+                return None
+    return None
 
 
 def files_between(folder: Path, dataset: str, partition: int, after: int, until: int) -> list[ArchiveFile]:
