@@ -135,6 +135,10 @@ class ClusterContext:
             max(self.ttl_s, query.keep_s), self.append_retry_s,
         )  # fmt: skip
 
+    def table_folder(self, query: str) -> Path:
+        """Return where the interest table of a query is: of this data cluster alone, as one before it may go on."""
+        return self.folder / "interests" / str(self.term) / query
+
     def checkpoint(self, query: str) -> CheckpointFolder:
         """Return the checkpoint of a query."""
         return CheckpointFolder(self.folder / "checkpoints" / query)
@@ -186,7 +190,7 @@ class QueryRunner:
         self._compiled = compile_query(query, datasets)
         on, *reads = (self.datasets[name] for name in (query.on, *query.reads))
         self._windows = Windows(context.servers, on, reads, Ticks(query.period_s, phase_s))
-        self.table = InterestTable(context.servers, context.folder / "interests" / query.name, query)
+        self.table = InterestTable(context.servers, context.table_folder(query.name), query)
         self._outdated = OutdatedInterests()
         self.status = context.status(query.name) or QueryStatus()
         versions = {name: each.version for name, each in sorted(self.datasets.items())}
