@@ -60,8 +60,8 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def log_servers(arguments: argparse.Namespace) -> tuple[dict[str, str], Any]:
-    """Return the log servers, URLs by id, and the options of links. Raises ConfigError."""
+def log_servers(arguments: argparse.Namespace) -> tuple[dict[str, str], Any, bool]:
+    """Return the log servers, URLs by id, the options of links, and whether they lose nothing. Raises ConfigError."""
     loaded = load_settings(arguments)
     config = loaded.config
     text = arguments.logs or config.data_cluster.logs or config.broker.logs
@@ -74,12 +74,13 @@ def log_servers(arguments: argparse.Namespace) -> tuple[dict[str, str], Any]:
             "the log servers are not known: give --logs 'l1=redis://HOST:PORT', or --config with data_cluster.logs"
         )
     urls = {id_: address.url() for id_, address in addresses.items()}
-    return urls, link_options(loaded, "dynamoth-cli", tuple(addresses.values()))
+    durable = config.data_cluster.log_durable or config.broker.log_durable
+    return urls, link_options(loaded, "dynamoth-cli", tuple(addresses.values())), durable
 
 
 def with_servers(arguments: argparse.Namespace, work: Callable[[DataLinks], Awaitable[_T]]) -> _T:
     """Do something with links to the log servers. Raises ConfigError, LogUnavailable."""
-    urls, options = log_servers(arguments)
+    urls, options, _ = log_servers(arguments)
 
     async def run() -> _T:
         links = DataLinks(urls, options, durable=True)  # a reader needs no run id, and scripts ask for it below

@@ -91,8 +91,10 @@ class Checkpoint:
             return self.base == progress.execution  # it was begun after that
         if progress.execution <= self.base:
             return progress.execution < self.base or progress.is_done
-        end = self.ends.get(progress.execution)  # of old ones it has none any more
-        return progress.execution <= self.last and (end is None or end == progress.window.end)
+        last = progress.execution
+        start = self.start if last - 1 == self.base else self.ends.get(last - 1)
+        known = (start, progress.window.start), (self.ends.get(last), progress.window.end)
+        return last <= self.last and all(own is None or own == stored for own, stored in known)  # it forgets old ones
 
 
 @dataclass(frozen=True, slots=True)

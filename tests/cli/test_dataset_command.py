@@ -32,6 +32,7 @@ from dynamoth_cli.local.child import dynamoth_command
 from dynamoth_cli.local.cluster import environment_without_settings
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_cli.main import main
+from dynamoth_client.datasets import SyncDatasetWriter
 from dynamoth_client.runtime.data_links import DataLinks
 from dynamoth_daemon.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 
@@ -197,6 +198,20 @@ def test_files_are_loaded_and_shown(console: Console) -> None:
     assert "there is no file" in console.run("dataset", "load", "reports", "missing.jsonl", code=EXIT_REFUSED)
     other = console.write("x", "some.xml")
     assert "ends with .jsonl, .csv or .parquet" in console.run("dataset", "load", "reports", other, code=EXIT_REFUSED)
+
+
+def test_a_file_is_loaded_as_the_log_servers_are_configured(console: Console) -> None:
+    """Where they lose nothing, as brokers and data cluster know, a load does not look like a restart."""
+    console.set()
+    logs = " ".join(f"{id_}={url}" for id_, url in console.urls.items())
+    config = console.write(f'[data_cluster]\nlogs = "{logs}"\nlog_durable = true\n', "dynamoth.toml")
+    with SyncDatasetWriter(console.urls, durable=True) as writer:
+        writer.append_many("reports", [{"id": f"a{number}", "type": "fire"} for number in range(20)])
+    lines = "".join(json.dumps({"id": f"b{number}", "type": "fire"}) + "\n" for number in range(20))
+    assert main(["dataset", "load", "reports", console.write(lines, "some.jsonl"), "--config", config]) == EXIT_DONE
+    console.capture.readouterr()
+    shown = console.json("dataset", "show", "reports")
+    assert (shown["stored"], shown["restarts"]) == (40, 0)
 
 
 def test_refused_records_are_named_counted_and_kept_aside(console: Console) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pyspark.sql import SparkSession
@@ -15,7 +17,7 @@ from dynamoth.data.progress import Window, WindowEnd, begin_again_command, query
 from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import outdated, query_runner
 from dynamoth_analytics.cluster.dropping import end_dropped
-from dynamoth_analytics.cluster.query_runner import QueryRunner
+from dynamoth_analytics.cluster.query_runner import ExecutionFailed, QueryRunner
 from dynamoth_analytics.cluster.sql import nulls
 from tests.data_cluster.world import World, reports, stream_session, until
 
@@ -385,3 +387,34 @@ def test_a_former_data_cluster_is_refused(driver: SparkSession, world: World) ->
     progress = world.progress("of_type")
     assert progress is not None
     assert progress.execution == 0
+
+
+def test_a_former_data_cluster_changes_no_window_of_one_with_the_same_folder(
+    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs while it waits for a tick, and goes on in the middle of the newer one's execution."""
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    former = world.runner(world.context(driver), query, dataset)
+    with running(former):
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: former.status.execution == 1, former)
+    newer = world.runner(world.context(driver), query, dataset)
+    run = newer.executions.run
+
+    def run_while_the_former_one_goes_on(spark: SparkSession, execution: int, window: Window) -> Any:
+        if execution == 2:
+            world.append(dataset, *reports("fire", "c", "d", "e"))
+            former._stopping.clear()  # pyright: ignore[reportPrivateUsage]
+            rows = cast("Any", SimpleNamespace(sparkSession=spark))
+            with pytest.raises(ExecutionFailed):
+                former._execute(rows, 1)  # pyright: ignore[reportPrivateUsage]
+        return run(spark, execution, window)
+
+    monkeypatch.setattr(newer.executions, "run", run_while_the_former_one_goes_on)
+    with running(newer):
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: newer.status.execution == 3, newer)
+    assert sorted(world.ids(interest)) == ["a", "b", "c", "d", "e"]
+    for before, after in pairwise(world.executions("of_type")):
+        assert after["start"] == before["end"], "windows follow each other"

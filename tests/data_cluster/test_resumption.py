@@ -63,6 +63,7 @@ NOW_MS = 1_790_000_000_500
         (progress(7, is_done=False), checkpoint(0, 5), Continuation(6, offsets(6), offsets(7))),
         # Its history is another one.
         (Progress(7, Window(offsets(6), offsets(99)), True), checkpoint(3, 8), Continuation(7, offsets(99))),
+        (Progress(7, Window(offsets(98), offsets(7)), True), checkpoint(3, 8), Continuation(7, offsets(7))),
         # The query was dropped, and comes back: a checkpoint of before is none, and the one of after is.
         (progress(7, is_dropped=True), checkpoint(3, 6), Continuation(7)),
         (progress(7, is_dropped=True), checkpoint(7, 7), KEEP),

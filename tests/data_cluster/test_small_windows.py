@@ -45,9 +45,9 @@ def rows_of(table: Table) -> list[tuple[str, int]]:
     return sorted((row["id"], row.get("size", 0)) for row in found)
 
 
-def small(world: World) -> SmallWindows:
+def small(world: World, term: int = 1) -> SmallWindows:
     options = {"logs": world.logs, "archive": str(world.folder / "archive")}
-    return SmallWindows(world.servers, world.folder, KeyedSnapshots(world.folder / "snapshots", options))
+    return SmallWindows(world.servers, world.folder, KeyedSnapshots(world.folder / "snapshots", options), term)
 
 
 def window(world: World, start: Mapping[str, int] | None = None, **static: int) -> Window:
@@ -79,6 +79,18 @@ def test_tables_are_as_of_the_window(world: World) -> None:
             assert [id_ for id_, _ in rows_of(tables["reports"])] == list(ids)
             assert dict(rows_of(tables["places"])) == {"u": u, "v": 2}
             assert rows_of(tables["shelters"]) == [("a", 0)]
+
+
+def test_a_former_data_cluster_writes_no_table_of_one_with_the_same_folder(world: World) -> None:
+    """It hangs in an execution, and writes its tables when the newer one has written those of the next execution."""
+    datasets, query = set_all(world), world.set_query(**NEAR)
+    world.append(datasets["reports"], *reports("fire", "a", "b"))
+    first = window(world, shelters=1)
+    world.append(datasets["reports"], *reports("fire", "c"))
+    tables = small(world, term=2).tables(query, datasets, window(world, first.end["offsets"], shelters=1))
+    assert tables is not None
+    assert small(world, term=1).tables(query, datasets, first) is not None
+    assert [id_ for id_, _ in rows_of(tables["reports"])] == ["c"]
 
 
 def test_a_snapshot_begins_with_the_base_of_spark(driver: SparkSession, world: World) -> None:

@@ -175,7 +175,7 @@ class World:
         options = {"logs": self.logs, "archive": str(self.folder / "archive")}
         folder = folder or self.folder
         snapshots = KeyedSnapshots(folder / "snapshots", options)
-        small_windows = SmallWindows(self.servers, folder, snapshots)
+        small_windows = SmallWindows(self.servers, folder, snapshots, term)
         return ClusterContext(driver, self.servers, self.cluster_url, folder, term, 3600.0, snapshots, small_windows)
 
     def runner(self, context: ClusterContext, query: StandingQuery, *datasets: Dataset) -> QueryRunner:

@@ -73,6 +73,10 @@ class ClusterContext:
             max(self.ttl_s, query.keep_s), self.append_retry_s,
         )  # fmt: skip
 
+    def table_folder(self, query: str) -> Path:
+        """Return where the interest table of a query is: of this data cluster alone, as one before it may go on."""
+        return self.folder / "interests" / str(self.term) / query
+
     def checkpoint(self, query: str) -> CheckpointFolder:
         """Return the checkpoint of a query."""
         return CheckpointFolder(self.folder / "checkpoints" / query)

@@ -44,7 +44,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     context.store_progress(name, last)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):
-        shutil.rmtree(context.folder / kind / name, ignore_errors=True)
+        shutil.rmtree(context.folder / kind / str(context.term) / name, ignore_errors=True)
     status.state, status.reason, status.since_ms = "dropped", "", now_ms
     context.store_status(name, status)
     _log.info("query %s was dropped: %d interests know", name, len(interests))

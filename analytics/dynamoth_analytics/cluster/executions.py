@@ -53,7 +53,7 @@ class Executions:
         self._query = query
         self._datasets = datasets
         self._compiled = compile_query(query, datasets)
-        self.interests = InterestTable(context.servers, context.folder / "interests" / query.name, query)
+        self.interests = InterestTable(context.servers, context.table_folder(query.name), query)
         self._outdated = OutdatedInterests()
         #: Whether Spark has executed this version of the query in this process.
         self._has_executed = False

@@ -110,6 +110,8 @@ def _run_with_spark(config: DataClusterConfig) -> int:
             if is_asked_to_end():
                 return EXIT_DONE
             spark.dataSource.register(DynamothSource)
+            # A file that is missing is a failure here: without it, an execution would have other rows.
+            spark.conf.set("spark.sql.files.ignoreMissingFiles", "false")
             # Windows are small: each partition of a shuffle costs more than what is in it.
             spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
             codes.append(asyncio.run(_run(config, spark, folder)))

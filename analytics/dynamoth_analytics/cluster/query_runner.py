@@ -296,7 +296,7 @@ class QueryRunner:
             with self._executing:
                 self._check_stopping()
                 self._execution = self._base + batch + 1
-                self._checkpoint.write_end(batch, window.end)
+                self._begin_window(batch, window)
                 self._execute_window(rows.sparkSession, self._execution, window)
                 self._window_start = window.end
         except Exception as error:
@@ -306,9 +306,15 @@ class QueryRunner:
             raise ExecutionFailed("the execution failed") from None
 
     def _next_window(self, batch: int) -> Window:
-        """Return the window of a batch: that of its last attempt, or else the next one, when it has ended."""
-        self._window_start = start = self._checkpoint.start(batch)
-        end = self._checkpoint.end(batch)
+        """Return the window of a batch: that of its last attempt, or else the next one, when it has ended.
+
+        Only the first batch of a stream may have had an attempt. The others begin where this process has ended the
+        window before, whatever a data cluster that was taken over writes to the folder.
+        """
+        start, end = self._window_start, None
+        if start is None:
+            start, end = self._checkpoint.start(batch), self._checkpoint.end(batch)
+        self._window_start = start
         while end is None:
             self._check_stopping()
             end = self._windows.next_end(start)
@@ -325,13 +331,25 @@ class QueryRunner:
         if self._stopping.is_set():
             raise Stopping("the query is stopped")
 
+    def _begin_window(self, batch: int, window: Window) -> None:
+        """Store a window at the log server, and then write its end to the checkpoint.
+
+        A data cluster that hangs may be taken over by one with the same folder. It is refused by the log server when it
+        goes on, and so does not change the window of an execution that the newer one is at work with.
+        """
+        if not self._is_done(self._execution):
+            self._progress = Progress(self._execution, window, is_done=False)
+            self._context.store_progress(self.query.name, self._progress)
+        self._checkpoint.write_end(batch, window.end)
+
+    def _is_done(self, execution: int) -> bool:
+        return self._progress is not None and self._progress.execution >= execution and self._progress.is_done
+
     def _execute_window(self, spark: SparkSession, execution: int, window: Window) -> None:
         began, began_ms, name = time.monotonic(), _now_ms(), self.query.name
         self._note_overrun(window)
-        before, counts = self._progress, Counter[str]()
-        if not (before is not None and before.execution >= execution and before.is_done):
-            self._progress = Progress(execution, window, is_done=False)
-            self._context.store_progress(name, self._progress)
+        counts = Counter[str]()
+        if not self._is_done(execution):
             counts = self.executions.run(spark, execution, window)
             values = {
                 "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,

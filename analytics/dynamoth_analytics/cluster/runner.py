@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 import threading
 import time
 from collections import Counter, defaultdict
@@ -206,10 +207,13 @@ class ClusterRunner:
         term = self.archiver.term = self._servers.take_term(self._owner)
         options = {**self._servers.options(), "archive": str(self._folder / "archive")}
         snapshots = KeyedSnapshots(self._folder / "snapshots", options)
+        for kind in ("interests", "windows"):
+            for former in self._folder.glob(f"{kind}/*"):
+                shutil.rmtree(former, ignore_errors=True)
         _log.info("the data cluster begins, with term %d", term)
         return ClusterContext(
             self._spark, self._servers, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
-            SmallWindows(self._servers, self._folder, snapshots),
+            SmallWindows(self._servers, self._folder, snapshots, term),
         )  # fmt: skip
 
     def _check_term(self, context: ClusterContext, server: str | None = None) -> None:

@@ -81,13 +81,14 @@ class SmallWindows:
         servers: the log servers.
         folder: of the data cluster.
         snapshots: of keyed datasets.
+        term: of the data cluster. Files are its own: one that was taken over may go on, and write the same ones.
 
     """
 
-    def __init__(self, servers: LogServers, folder: Path, snapshots: KeyedSnapshots) -> None:
+    def __init__(self, servers: LogServers, folder: Path, snapshots: KeyedSnapshots, term: int) -> None:
         self._servers = servers
         self._archive = folder / "archive"
-        self._folder = folder / "windows"
+        self._folder = folder / "windows" / str(term)
         self._loads = LoadCopies(servers, folder / "static")
         self._bases = snapshots
         self._snapshots: dict[str, list[_Snapshot]] = {}

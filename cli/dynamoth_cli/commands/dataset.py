@@ -182,7 +182,7 @@ def _tail(arguments: argparse.Namespace) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> int:
-    urls, options = log_servers(arguments)
+    urls, options, durable = log_servers(arguments)
     dataset = with_servers(arguments, lambda links: _found(links, arguments.name))
     for path in arguments.files:
         if not Path(path).is_file():
@@ -190,7 +190,7 @@ def _load(arguments: argparse.Namespace) -> int:
     if dataset.kind == "static":
         return _load_static(arguments, dataset)
     counts = {"stored": 0, "duplicate": 0, "refused": 0}
-    with SyncDatasetWriter(urls, options=options) as writer:
+    with SyncDatasetWriter(urls, options=options, durable=durable) as writer:
         for path in arguments.files:
             _load_file(writer, dataset, path, counts)
     if arguments.json:
