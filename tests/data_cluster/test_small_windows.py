@@ -112,6 +112,9 @@ def test_a_snapshot_begins_with_the_base_of_spark(driver: SparkSession, world: W
 def test_a_base_that_is_too_large_is_not_read(
     driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(_: object) -> None:
+        pytest.fail("it was read")
+
     datasets, query = set_all(world), world.set_query(**NEAR)
     context = world.context(driver)
     world.append(datasets["reports"], *reports("fire", "a"))
@@ -120,7 +123,7 @@ def test_a_base_that_is_too_large_is_not_read(
     context.snapshots.renew(driver, datasets["places"], world.servers.states({"places": 2}))
     assert context.small_windows.tables(query, datasets, window(world, shelters=1)) is not None
     monkeypatch.setattr(small_windows, "BYTES_MAX", 20_000)
-    monkeypatch.setattr(parquet, "read_table", lambda _: pytest.fail("it was read"))
+    monkeypatch.setattr(parquet, "read_table", refuse)
     assert small(world).tables(query, datasets, window(world, shelters=1)) is None
 
 
