@@ -397,6 +397,7 @@ def test_a_former_data_cluster_changes_no_window_of_one_with_the_same_folder(
     interest = world.register("of_type", {"type": "fire"})
     former = world.runner(world.context(driver), query, dataset)
     with running(former):
+        until(lambda: former.status.state == "running", former)
         world.append(dataset, *reports("fire", "a"))
         until(lambda: former.status.execution == 1, former)
     newer = world.runner(world.context(driver), query, dataset)
