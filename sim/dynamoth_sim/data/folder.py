@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from dynamoth.data.progress import Checkpoint, Window, WindowEnd
+from dynamoth.data.progress import Checkpoint, WindowEnd
 
 
 @dataclass(slots=True)
@@ -28,19 +28,9 @@ class Folder:
             return None
         return Checkpoint(self.base, dict(self.ends), self.committed, self.start, self.first_end)
 
-    @property
-    def last(self) -> int:
-        """The last execution of which it has the window."""
-        assert self.base is not None, "it has begun"
-        return max(self.ends, default=self.base)
-
     def end(self, execution: int) -> WindowEnd:
         """Return the end of a window; the base ends where the first one starts."""
         return self.start if execution == self.base else self.ends[execution]
-
-    def window(self, execution: int) -> Window:
-        """Return the window of an execution."""
-        return Window(self.end(execution - 1), self.end(execution))
 
     def copy(self) -> Folder:
         """Return a backup."""

@@ -191,15 +191,35 @@ def progress_after_publishing() -> AbstractContextManager[None]:
     """The window of an execution is stored when its result sets are published."""
 
     def execute(self: ModelQuery, execution: int, window: Window) -> Asking:
-        before = self._progress
-        if before is not None and before.execution >= execution and before.is_done:
+        if self._is_done(execution):
             return
         yield from self._publish_results(execution, window)
         yield from self._store_progress(Progress(execution, window, is_done=False))
         yield from self._store_progress(Progress(execution, window, is_done=True))
         self._place.witness.executed(self._query.name, execution, self._place.machine.now)
 
-    return replaced(ModelQuery, _execute=execute)
+    def begin_window(self: ModelQuery, execution: int, window: Window) -> Asking:
+        self._folder.ends[execution] = window.end
+        yield from ()
+
+    return replaced(ModelQuery, _execute=execute, _begin_window=begin_window)
+
+
+def windows_are_those_of_the_folder() -> AbstractContextManager[None]:
+    """A window is written to the checkpoint first, and each window begins where the checkpoint says."""
+
+    def stream(self: ModelQuery) -> Asking:
+        yield from self._prepare()
+        execution, folder = self._folder.committed + 1, self._folder
+        while True:
+            start = folder.end(execution - 1)
+            end = folder.ends.get(execution) or (yield from self._next_end(start))
+            folder.ends[execution] = end
+            yield from self._begin_window(execution, Window(start, end))
+            yield from self._execute(execution, Window(start, end))
+            folder.committed, execution = execution, execution + 1
+
+    return replaced(ModelQuery, _stream=stream)
 
 
 @contextmanager
@@ -273,6 +293,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-loses-its-disk-after-appending", progress_is_not_read, "D4"),
     Check("data-hangs-while-appending", terms_are_not_checked, "expected"),
     Check("data-hangs-while-appending", unfinished_executions_are_skipped, "D1"),
+    Check("data-goes-on-with-the-same-folder", windows_are_those_of_the_folder, "expected"),
     Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
     Check("data-two-begin-at-once", terms_have_no_owners, "expected"),
 )

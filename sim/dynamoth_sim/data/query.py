@@ -146,14 +146,14 @@ class ModelQuery:
 
     def _stream(self) -> Asking:
         yield from self._prepare()
-        folder = self._folder
+        execution, folder = self._folder.committed + 1, self._folder
+        start, end = folder.end(execution - 1), folder.ends.get(execution)
         while True:
-            if folder.last == folder.committed:
-                end = yield from self._next_end(folder.end(folder.last))
-                folder.ends[folder.last + 1] = end
-            execution = folder.last
-            yield from self._execute(execution, folder.window(execution))
+            window = Window(start, end or (yield from self._next_end(start)))
+            yield from self._begin_window(execution, window)
+            yield from self._execute(execution, window)
             folder.committed = execution
+            execution, start, end = execution + 1, window.end, None
 
     def _prepare(self) -> Asking:
         """Make a checkpoint that fits the stored progress."""
@@ -246,11 +246,18 @@ class ModelQuery:
 
     # An execution.
 
+    def _begin_window(self, execution: int, window: Window) -> Asking:
+        """Store a window, and then write its end to the checkpoint, which a former data cluster may still have."""
+        if not self._is_done(execution):
+            yield from self._store_progress(Progress(execution, window, is_done=False))
+        self._folder.ends[execution] = window.end
+
+    def _is_done(self, execution: int) -> bool:
+        return self._progress is not None and self._progress.execution >= execution and self._progress.is_done
+
     def _execute(self, execution: int, window: Window) -> Asking:
-        before = self._progress
-        if before is not None and before.execution >= execution and before.is_done:
+        if self._is_done(execution):
             return
-        yield from self._store_progress(Progress(execution, window, is_done=False))
         yield from self._publish_results(execution, window)
         yield from self._store_progress(Progress(execution, window, is_done=True))
         self._place.witness.executed(self._query.name, execution, self._place.machine.now)

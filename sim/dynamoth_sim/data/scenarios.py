@@ -249,6 +249,33 @@ def hangs_while_appending(stage: DataStage) -> None:
     stage.expect_results(user, 2)
 
 
+def goes_on_with_the_same_folder(stage: DataStage) -> None:
+    """A data cluster hangs when it has nearly sealed a window, and one with the same folder takes over.
+
+    The window of the newer one is longer. In the middle of its execution, the former one goes on: it changes no window.
+    """
+    former, newer = stage.data.data_clusters
+    newer.folders = former.folders
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.report(ALERTS_A)
+    stage.wait_end_asked(former, ALERTS)
+    stage.wait_asked(former, "the time", lambda command: command == (b"TIME",), max(stage.edge.logs))
+    for process in former.processes:
+        process.pause()
+    stage.report(ALERTS_A)
+    stage.data.current = newer
+    stage.start_data_cluster(newer)
+    stage.wait_appending(newer)
+    with stage.held(newer.name, stage.log_of(ALERTS_A).id, to_server=True):
+        for process in former.processes:
+            process.resume()
+        stage.wait("the former data cluster ends", lambda: not former.is_running)
+    stage.run_executions()
+    stage.expect_results(user, 2)
+
+
 def two_begin_at_once(stage: DataStage) -> None:
     """Two data clusters claim the same term: one of them gets it, the other one a larger one, and one goes on."""
     user = stage.query_user("U", ALERTS_A)
@@ -292,6 +319,7 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
         definition_is_elsewhere, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
     "data-dies-after-appending": DataScenario(dies_after_appending, edge=data_edge()),
+    "data-goes-on-with-the-same-folder": DataScenario(goes_on_with_the_same_folder, edge=data_edge()),
     "data-hangs-while-appending": DataScenario(hangs_while_appending, edge=data_edge()),
     "data-keys-are-deleted-without-users": DataScenario(
         keys_are_deleted_without_users, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True

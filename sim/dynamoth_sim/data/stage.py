@@ -99,11 +99,13 @@ class DataStage(EdgeStage):
         """Return the log server that has a partition."""
         return self.edge.logs[partition_server(partition, tuple(self.edge.logs))]
 
-    def wait_asked(self, app: DataClusterApp, what: str, is_it: Callable[[Command], bool]) -> None:
-        """Wait until a data cluster has sent a command that is not answered."""
+    def wait_asked(
+        self, app: DataClusterApp, what: str, is_it: Callable[[Command], bool], server: str | None = None
+    ) -> None:
+        """Wait until a data cluster has sent a command that is not answered, to any server or to this one."""
 
         def is_asked() -> bool:
-            return app.machine is not None and any(map(is_it, app.machine.asked()))
+            return app.machine is not None and any(map(is_it, app.machine.asked(server)))
 
         self.expect(f"{app.name} asks {what}", self.world.run_until_true(is_asked, self.world.now + 3.0, poll_s=0.0001))
 

@@ -133,9 +133,9 @@ class TaskMachine:
         """Begin a task, with the next event at the latest."""
         self._new.append(task)
 
-    def asked(self) -> list[Command]:
-        """Return the commands that are not answered yet."""
-        return [each.command for each in self._tasks if each.server is not None]
+    def asked(self, server: str | None = None) -> list[Command]:
+        """Return the commands that are not answered yet, by any server or by this one."""
+        return [each.command for each in self._tasks if each.server is not None and server in (None, each.server)]
 
     def handle(self, event: Any, now: float) -> list[Any]:
         """Handle one event; return the actions to execute, in order."""
