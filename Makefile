@@ -78,8 +78,9 @@ pyright: $(DEV)
 imports: $(DEV)
 	$(BIN)/lint-imports
 
-# Each worker takes tests from the others when it has none left.
-PARALLEL := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
+# Each worker takes tests from the others when it has none left. Tests start hundreds of processes, which find our modules
+# compiled, also where the environment says that Python keeps none (containers often do).
+PARALLEL := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 test: $(DEV)
 	$(PARALLEL) --durations=10
 

@@ -26,6 +26,11 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True,
 settings.register_profile("exhaustive", settings.get_profile("local"), max_examples=5_000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+# Java of a test lives for seconds: it uses its quick compiler alone, and collects garbage in one thread. Spark reads
+# these variables when it starts Java; unlike JAVA_TOOL_OPTIONS, they write nothing to the log.
+for variable in ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS"):
+    os.environ.setdefault(variable, "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 
 @pytest.fixture
 def patient_subscribers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,8 @@ def follow(spark: SparkSession, recording: Path, out: Path) -> None:
 
 def killed_while_it_follows(recording: Path, out: Path) -> None:
     command = [sys.executable, "-m", "dynamoth_analytics.report", str(recording), "--follow", "--master=local[2]"]
-    quickly_started = {**os.environ, "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
     with subprocess.Popen(
-        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quickly_started
+        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         until(lambda: (out / "batches" / "0").is_dir() or process.poll() is not None)
         assert process.poll() is None

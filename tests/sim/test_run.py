@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 
 import pytest
@@ -33,6 +35,11 @@ def test_every_profile_runs_and_replays_exactly(name: str) -> None:
     assert first.totals.published > 10 and first.totals.delivered > 10
 
 
+@cache
+def digests_here() -> list[str]:
+    return [str(run_seed(SEED, name).digest) for name in ("everything", "mixed", "09-left-before-the-forwarded")]
+
+
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
 def test_a_seed_replays_exactly_in_another_process(hash_seed: str) -> None:
     code = (
@@ -42,8 +49,7 @@ def test_a_seed_replays_exactly_in_another_process(hash_seed: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    here = [run_seed(SEED, name).digest for name in ("everything", "mixed", "09-left-before-the-forwarded")]
-    assert done.stdout.split() == [str(digest) for digest in here]
+    assert done.stdout.split() == digests_here()
 
 
 def test_processes_share_the_seeds_and_outcomes_come_in_order() -> None:
@@ -54,19 +60,21 @@ def test_processes_share_the_seeds_and_outcomes_come_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "profile", "seeds", "broken_min"),
+    ("mutation", "profile", "seeds", "broken_min", "first"),
     [
-        (no_markers, "delays", 200, 1),
-        (headers_read_once, "joining", 8, 4),
-        (absence_without_end, "dying", 3, 3),
-        (empty_when_moves_begin, "leaving", 24, 3),
+        (no_markers, "delays", 200, 1, [1]),
+        (headers_read_once, "joining", 8, 4, [0, 1, 2, 7]),
+        (absence_without_end, "dying", 3, 3, []),
+        (empty_when_moves_begin, "leaving", 24, 3, [9, 15, 19]),
     ],
 )
 def test_random_worlds_find_what_the_scenarios_find(
-    mutation: Mutation, profile: str, seeds: int, broken_min: int
+    mutation: Mutation, profile: str, seeds: int, broken_min: int, first: Sequence[int]
 ) -> None:
+    """Of so many worlds, so many are broken. Those of ``first`` were, and are tried first: that saves time, no more."""
+    order = sorted(range(seeds), key=lambda seed: seed not in first)
     with mutation():
-        broken = (outcome for outcome in run_seeds(range(seeds), profile) if not outcome.clean)
+        broken = (outcome for outcome in run_seeds(order, profile) if not outcome.clean)
         assert len(list(islice(broken, broken_min))) == broken_min
 
 

@@ -9,10 +9,10 @@ import pytest
 from dynamoth_sim.run import run_and_report
 from tests.sim.seeds import first_seed
 
-COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "240"))
+COUNT = int(os.environ.get("DYNAMOTH_TEST_SEEDS", "120"))
 """``make exhaustive`` runs more of them."""
 
-PARTS = 16
+PARTS = 8
 """Tests that share the seeds, so that several workers run them."""
 
 
