@@ -34,6 +34,7 @@ def test_a_worker_that_does_not_start_says_why(space: str) -> None:
         ("x\nCaused by: java.lang.ArithmeticException: long overflow\n\tat a.b(C.java:1)\n", "long overflow"),
         ("x\nCaused by: java.io.EOFException\n\tat a.b(C.java:1)\n", "java.io.EOFException"),
         ("x\nCaused by: java.io.EOFException: \n\tat a.b(C.java:1)\n", "java.io.EOFException:"),
+        ("[PYTHON_DATA_SOURCE_ERROR] Failed:\nOSError: x\n SQLSTATE: 38000\n", "RuntimeError: OSError: x"),
         ("x\nCaused by: java.lang.RuntimeException: " + "y" * 400, "y" * 147 + " ... " + "y" * 148),
     ],
 )

@@ -42,6 +42,9 @@ _CAUSED = re.compile(
 that did not start is its own text, below a line and indented.
 """
 
+_STATE = re.compile(r"[. ]*(?:SQLSTATE: \w+)?\s*")
+"""What a line has, with the error of a worker before it, that says nothing to a person."""
+
 _STREAM = "=== Streaming Query ==="
 """Behind this, an error of a stream describes the stream."""
 
@@ -71,7 +74,8 @@ def reason_of(error: BaseException) -> str:
             return f"[{found[1]}] {found[2].strip()}"[:CHARACTERS_MAX]
     if causes := [*_CAUSED.finditer(text)]:
         return _shown(causes[-1][1])
-    lines = text.partition(_STREAM)[0].splitlines() or [type(error).__name__]
+    lines = [each for each in text.partition(_STREAM)[0].splitlines() if not _STATE.fullmatch(each)]
+    lines = lines or [type(error).__name__]
     return f"{type(error).__name__}: {lines[-1].strip()}"[:CHARACTERS_MAX]
 
 
