@@ -64,6 +64,8 @@ class StandingSql(Spark):
         FUNCTION_PARSERS: ClassVar[dict[str, Callable[..., Any]]] = {
             name: SparkParser.FUNCTION_PARSERS[name] for name in _WITH_GRAMMAR
         }
+        #: Else the brackets in ``array(1, 2)[0]`` would be taken for those of an array, and the call be lost.
+        ARRAY_CONSTRUCTORS: ClassVar[dict[str, type[Any]]] = {}
 
 
 def keep_units(tree: exp.Expression) -> None:
