@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from dynamoth.data.datasets import read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.dialect import AGGREGATES
+from dynamoth_analytics.cluster.dialect import AGGREGATES, StandingSql
 from dynamoth_analytics.cluster.spatial import EARTH_M
 from dynamoth_analytics.cluster.sql import compile_query, interest_schema, view_schema
 
@@ -394,6 +394,25 @@ def test_no_variable_stands_for_a_secret(spark: SparkSession, views: dict[str, D
     table = spark.createDataFrame([("i", 1)], interest_schema(query))
     [row] = compile_query(query, DATASETS).run(spark, views, table, 0).collect()
     assert json.loads(row["result"]) == [{"a": "${env:PATH}", "b": "${system:java.home}", "c": "${spark.app.name}"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("'it''s'", r"'it\'s'"),
+        ('"so ""so"""', "'so \"so\"'"),
+        ("''''", r"'\''"),
+        ("''", "''"),
+        ('"it\'s"', r"'it\'s'"),
+        ("'a\"\"b'", "'a\"\"b'"),
+        (r"'a\'b'", r"'a\'b'"),
+        (r"'\\'", r"'\\'"),
+    ],
+)
+def test_two_quotes_in_a_text_are_one(text: str, written: str) -> None:
+    sql = f"SELECT {text} AS a FROM reports WHERE n = :n"
+    query = read_query("q", {"on": "reports", "period_s": 10, "sql": sql, "parameters": {"n": "int"}})
+    assert compile_query(query, DATASETS).tree.expressions[1].this.sql(StandingSql) == written
 
 
 def test_equal_executions_have_equal_results(spark: SparkSession, views: dict[str, DataFrame]) -> None:

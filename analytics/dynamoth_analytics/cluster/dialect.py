@@ -55,6 +55,11 @@ class StandingSql(Spark):
 
     NORMALIZATION_STRATEGY = NormalizationStrategy.CASE_SENSITIVE
 
+    class Tokenizer(Spark.Tokenizer):
+        """Reads two quotes in a text as one, as Spark does: else they would be two texts behind each other."""
+
+        STRING_ESCAPES: ClassVar[list[str]] = ["\\", "'", '"']
+
     class Parser(SparkParser):
         """Reads functions by their names only."""
 
