@@ -103,7 +103,10 @@ def test_a_data_cluster_that_is_killed_again_and_again_publishes_each_execution_
     assert not _is_done(world)
     with daemon(world) as child:
         until(child, lambda: all(len(world.ids(interests[each])) == 2 for each in TYPES))
+        java = Path(f"/proc/{java_of(child)}")
         assert listens_elsewhere(java_of(child)) == []
+        assert "\nUmask:\t0077\n" in (java / "status").read_text(), "nobody else reads its temporary files"
+        assert b"\0PYTHONSAFEPATH=1\0" in b"\0" + (java / "environ").read_bytes(), "nobody else's code is imported"
         # Its Java dies: the daemon ends, so that it is started again.
         until(child, lambda: _is_done(world))
         os.kill(java_of(child), signal.SIGKILL)

@@ -19,7 +19,7 @@ from dynamoth.data.datasets import read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.sql.compiled import compile_query
-from dynamoth_analytics.cluster.sql.dialect import AGGREGATES
+from dynamoth_analytics.cluster.sql.dialect import AGGREGATES, StandingSql
 from dynamoth_analytics.cluster.sql.schema import interest_schema, view_schema
 from dynamoth_analytics.cluster.sql.spatial import EARTH_M
 
@@ -352,7 +352,18 @@ def test_aggregates_are_those_of_spark(spark: SparkSession) -> None:
         ("'a%' LIKE concat('_', if(:n > 1, concat(char(92), '%'), '_'))", True, True),
         ("concat('a', char(92)) LIKE concat('a', char(92), char(92))", True, True),
         ("cast(parse_json(if(:n > 1, '{', '1')) AS INT)", 1, None),
+        ("array(5, 6)[:n - 1]", 5, None),
         ("to_json(map(:n, 1, 1, 2))", '{"1":2}', f'{{"{2**63 - 1}":1,"1":2}}'),
+        ("to_json(map(nullif(:n, 1), 1))", None, f'{{"{2**63 - 1}":1}}'),
+        ("'a' LIKE ANY (if(:n > 1, concat('a', char(92), 'b'), 'a'), 'c')", True, False),
+        ("string(unbase64(if(:n > 1, 'Y', 'YQ==')))", "a", None),
+        ("decode(unhex(if(:n > 1, 'FF', '41')), 'utf-8')", "A", None),
+        ("timestamp_seconds(:n)", "1970-01-01T00:00:01.000Z", None),
+        ("timestamp_millis(:n)", "1970-01-01T00:00:00.001Z", None),
+        ("from_unixtime(:n)", "1970-01-01 00:00:01", None),
+        ("INTERVAL 1 DAY / (2 - least(:n, 2)) > INTERVAL 1 HOUR", True, None),
+        ("near(to_number(if(:n > 1, 'a', '1'), '9'), 1, 1, 1, 10)", True, False),
+        ("near(unix_seconds(timestamp_seconds(:n)), 1, 1, 1, 10)", True, False),
     ],
 )
 def test_what_cannot_be_computed_is_null_for_its_interest_alone(
@@ -384,6 +395,25 @@ def test_no_variable_stands_for_a_secret(spark: SparkSession, views: dict[str, D
     table = spark.createDataFrame([("i", 1)], interest_schema(query))
     [row] = compile_query(query, DATASETS).run(spark, views, table, 0).collect()
     assert json.loads(row["result"]) == [{"a": "${env:PATH}", "b": "${system:java.home}", "c": "${spark.app.name}"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("'it''s'", r"'it\'s'"),
+        ('"so ""so"""', "'so \"so\"'"),
+        ("''''", r"'\''"),
+        ("''", "''"),
+        ('"it\'s"', r"'it\'s'"),
+        ("'a\"\"b'", "'a\"\"b'"),
+        (r"'a\'b'", r"'a\'b'"),
+        (r"'\\'", r"'\\'"),
+    ],
+)
+def test_two_quotes_in_a_text_are_one(text: str, written: str) -> None:
+    sql = f"SELECT {text} AS a FROM reports WHERE n = :n"
+    query = read_query("q", {"on": "reports", "period_s": 10, "sql": sql, "parameters": {"n": "int"}})
+    assert compile_query(query, DATASETS).tree.expressions[1].this.sql(StandingSql) == written
 
 
 def test_equal_executions_have_equal_results(spark: SparkSession, views: dict[str, DataFrame]) -> None:
@@ -431,6 +461,17 @@ REFUSED = [
     ("SELECT id FROM reports WHERE type RLIKE :type", "rlike() fails for some values, for all users"),
     ("SELECT id FROM reports WHERE regexp_replace(type, :type, '') = ''", "regexp_replace() fails for some values"),
     ("SELECT id, split_part(type, 'a', n) AS x FROM reports WHERE type = :type", "write a literal"),
+    ("SELECT id FROM reports WHERE type LIKE :type ESCAPE '/'", "like() fails for some values"),
+    ("SELECT id, regexp_replace(type, 'a', :type) AS x FROM reports", "regexp_replace() fails for some values"),
+    ("SELECT id, regexp_extract(:type, '(a)', n) AS x FROM reports", "regexp_extract() fails for some values"),
+    ("SELECT id, format_string(:type, n) AS x FROM reports", "format_string() fails for some values"),
+    ("SELECT id, date_format(current_date, :type) AS x FROM reports", "gives another time"),
+    ("SELECT id, date_format(DATE '2024-01-01', :type) AS x FROM reports", "date_format() fails for some values"),
+    ("SELECT id, convert_timezone('UTC', :type, _arrived) AS x FROM reports", "write a literal"),
+    ("SELECT id, str_to_map(type, :type) AS x FROM reports", "str_to_map() fails for some values"),
+    ("SELECT id, encode(:type, 'US-ASCII') AS x FROM reports", "use UTF-8"),
+    ("SELECT id, map_from_arrays(array(:type), array(n)) AS x FROM reports", "for all users"),
+    ("SELECT id FROM reports WHERE near(element_at(array(1, 2), n), 1, 1, 1, 10) AND type = :type", "write a literal"),
     ("SELECT id, unix_timestamp() AS x FROM reports WHERE type = :type", "execution_time"),
     ("SELECT id FROM reports TABLESAMPLE (50 PERCENT) WHERE type = :type", "TABLESAMPLE takes other rows"),
     ("SELECT r.id FROM (SELECT id, type FROM reports LIMIT 3) r WHERE r.type = :type", "without an ORDER BY"),

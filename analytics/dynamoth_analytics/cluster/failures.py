@@ -28,8 +28,15 @@ _OURS = re.compile(r"dynamoth\w*\.[\w.]*?(\w+): (.+)")
 _SPARKS = re.compile(r"\[([A-Z][A-Z0-9_.]+)\] (.+)")
 """An error of Spark with its class."""
 
-_CAUSED = re.compile(r"(?:Caused by|An error occurred while calling .+\n): (?:[\w.$]+: )?(.+)")
-"""The causes of an error of Java, without their classes; the last one is the first that went wrong."""
+_CAUSED = re.compile(
+    r"(?:Caused by|An error occurred while calling .+\n): (?:[\w.$]+:(?: |\s*\n(?!\s+at )))?(.+(?:\n  .+)*)"
+)
+"""The causes of an error of Java, without their classes; the last one is the first that went wrong. That of a worker
+that did not start is its own text, below a line and indented.
+"""
+
+_STATE = re.compile(r"[. ]*(?:SQLSTATE: \w+)?\s*")
+"""What a line has, with the error of a worker before it, that says nothing to a person."""
 
 _STREAM = "=== Streaming Query ==="
 """Behind this, an error of a stream describes the stream."""
@@ -59,9 +66,17 @@ def reason_of(error: BaseException) -> str:
         if found[1] not in _WRAPPERS:
             return f"[{found[1]}] {found[2].strip()}"[:CHARACTERS_MAX]
     if causes := [*_CAUSED.finditer(text)]:
-        return causes[-1][1].strip()[:CHARACTERS_MAX]
-    lines = text.partition(_STREAM)[0].splitlines() or [type(error).__name__]
+        return _shown(causes[-1][1])
+    lines = [each for each in text.partition(_STREAM)[0].splitlines() if not _STATE.fullmatch(each)]
+    lines = lines or [type(error).__name__]
     return f"{type(error).__name__}: {lines[-1].strip()}"[:CHARACTERS_MAX]
+
+
+def _shown(cause: str) -> str:
+    """Return a cause as one line; of a long one the first words, and the last ones, where Python says what is wrong."""
+    words = " ".join(cause.split())
+    half = CHARACTERS_MAX // 2
+    return words if len(words) <= CHARACTERS_MAX else f"{words[: half - 3]} ... {words[2 - half :]}"
 
 
 def check_spark(spark: SparkSession) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,14 @@ def run(config: DataClusterConfig) -> int:
 
 def _run_with_spark(config: DataClusterConfig) -> int:
     _silence_py4j()
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Spark's workers import nothing from the current folder
     folder = prepare_folder(Path(config.folder).resolve())
     arguments = argparse.Namespace(master=config.master or None, remote=None, spark_log="off")
     check_session(arguments)
     codes: list[int] = []
     try:
         with ExitStack() as stack:
-            with java_ignores_sigterm():
+            with java_ignores_sigterm(), _private_files():
                 spark = stack.enter_context(open_session(arguments, "dynamoth data-cluster", JAVA_OPTIONS))
             if is_asked_to_end():
                 return EXIT_DONE
@@ -120,6 +122,19 @@ def _run_with_spark(config: DataClusterConfig) -> int:
             raise
         # Its Java has died, and cannot be stopped any more: the log says so.
     return codes[0]
+
+
+@contextmanager
+def _private_files() -> Generator[None]:
+    """Have the Java that is started in this context, and its workers, make files for this account alone.
+
+    Spark writes rows and parameters to temporary files, too, in folders that everybody may read (``SPARK_LOCAL_DIRS``).
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def _silence_py4j() -> None:

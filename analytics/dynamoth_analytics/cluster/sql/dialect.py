@@ -55,6 +55,11 @@ class StandingSql(Spark):
 
     NORMALIZATION_STRATEGY = NormalizationStrategy.CASE_SENSITIVE
 
+    class Tokenizer(Spark.Tokenizer):
+        """Reads two quotes in a text as one, as Spark does: else they would be two texts behind each other."""
+
+        STRING_ESCAPES: ClassVar[list[str]] = ["\\", "'", '"']
+
     class Parser(SparkParser):
         """Reads functions by their names only."""
 
@@ -64,6 +69,8 @@ class StandingSql(Spark):
         FUNCTION_PARSERS: ClassVar[dict[str, Callable[..., Any]]] = {
             name: SparkParser.FUNCTION_PARSERS[name] for name in _WITH_GRAMMAR
         }
+        #: Else the brackets in ``array(1, 2)[0]`` would be taken for those of an array, and the call be lost.
+        ARRAY_CONSTRUCTORS: ClassVar[dict[str, type[Any]]] = {}
 
 
 def keep_units(tree: exp.Expression) -> None:

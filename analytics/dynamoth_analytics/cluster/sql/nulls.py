@@ -19,7 +19,9 @@ from dynamoth.data.queries import StandingQuery
 from dynamoth_analytics.cluster.sql.near import is_near
 from dynamoth_analytics.cluster.sql.statement import refusal
 
-OPERATORS: dict[type[Any], str] = {exp.Add: "try_add", exp.Sub: "try_subtract", exp.Mul: "try_multiply"}
+OPERATORS: dict[type[Any], str] = {
+    exp.Add: "try_add", exp.Sub: "try_subtract", exp.Mul: "try_multiply", exp.Div: "try_divide",
+}  # fmt: skip
 
 TRIED = {
     "sum": "try_sum", "avg": "try_avg", "mean": "try_avg", "parse_json": "try_parse_json", "parse_url": "try_parse_url",
@@ -31,9 +33,20 @@ TRIED = {
 CASTS = {"tinyint", "smallint", "int", "bigint"}
 """Functions that cast, and wrap."""
 
+SECONDS_OF_TIME = -62_135_596_800, 253_402_300_799
+"""Unix seconds of the years 1 to 9999: more of them wrap, or fail."""
+
+UNITS_PER_SECOND = {"timestamp_seconds": 1, "timestamp_millis": 1000, "from_unixtime": 1}
+"""Functions of Unix time, whose argument is NULL where it is no time."""
+
 ALL = range(10)
 LITERALS = {
-    **dict.fromkeys(("regexp_count", "regexp_extract", "regexp_extract_all", "regexp_instr", "regexp_replace"), (1,)),
+    **dict.fromkeys(("regexp_count", "regexp_instr"), (1,)),
+    **dict.fromkeys(("regexp_extract", "regexp_extract_all", "regexp_replace", "str_to_map"), (1, 2)),
+    **dict.fromkeys(("format_string", "printf"), (0,)),
+    **dict.fromkeys(("date_format", "from_unixtime", "unix_timestamp", "to_unix_timestamp", "format_number"), (1,)),
+    **dict.fromkeys(("to_date", "try_to_date", "to_timestamp", "try_to_timestamp"), (1,)),
+    **dict.fromkeys(("to_timestamp_ltz", "to_timestamp_ntz"), (1,)),
     **dict.fromkeys(("regexp_substr", "rlike", "regexp", "regexp_like", "split", "like", "ilike"), (1,)),
     **dict.fromkeys(("decode", "encode", "from_utc_timestamp", "to_utc_timestamp"), (1,)),
     **dict.fromkeys(("element_at", "try_element_at", "bit_get", "getbit", "array_insert"), (1,)),
@@ -51,12 +64,12 @@ LONE_BACKSLASH, WITHOUT_IT = r"(\\[%_\\])|\\", "$1"
 def give_null_for_wrong(query: StandingQuery, tree: exp.Select) -> None:
     """Replace operators and functions that wrap or fail by those that give NULL. Raises ConfigError.
 
-    The functions of the statement have the names that Spark gives them. The arguments of ``near`` stay as they are:
-    they are floats, and ``near`` has to know their bounds.
+    The functions of the statement have the names that Spark gives them. Arithmetic inside of ``near`` stays as it is:
+    its arguments are floats, and ``near`` has to know their bounds.
     """
     for node in list(tree.walk(bfs=False))[::-1]:  # what is inside comes first
-        if not _is_in_distance(node):
-            _check(query, node)
+        _check(query, node)
+        if isinstance(node, exp.Anonymous | exp.AnonymousAggFunc) or not _is_in_distance(node):
             _replace(node)
 
 
@@ -64,13 +77,26 @@ def _check(query: StandingQuery, node: Any) -> None:
     name, arguments = "", list[Any]()
     if isinstance(node, exp.Anonymous):
         name = node.name.lower()
-        arguments = [each for number, each in enumerate(node.expressions) if number in LITERALS.get(name, ())]
+        literals = (0, 1) if name == "convert_timezone" and len(node.expressions) > 2 else LITERALS.get(name, ())
+        arguments = [each for number, each in enumerate(node.expressions) if number in literals]
+        _check_coding(query, name, node.expressions)
     elif isinstance(node, exp.RegexpLike | exp.RegexpILike):
         name, arguments = "rlike", [node.expression]
+    elif isinstance(node, exp.Escape):
+        name, arguments = "like", _patterns(node.this)
     if not all(map(_is_literal, arguments)):
         raise refusal(
             query, f"{name}() fails for some values, for all users of the query: write a literal for what it is given"
         )
+
+
+def _check_coding(query: StandingQuery, name: str, arguments: list[Any]) -> None:
+    """Refuse codings of characters that do not have all of them. Raises ConfigError."""
+    if name not in ("encode", "decode") or len(arguments) != 2 or not _is_literal(arguments[1]):
+        return
+    coding = arguments[1].unnest().name.upper()
+    if coding not in (("UTF-8",) if name == "decode" else ("UTF-8", "UTF-16", "UTF-16BE", "UTF-16LE", "UTF-32")):
+        raise refusal(query, f"{name}() with {coding} fails for some values, for all users of the query: use UTF-8")
 
 
 def _replace(node: Any) -> None:
@@ -81,17 +107,39 @@ def _replace(node: Any) -> None:
     elif isinstance(node, exp.TryCast):  # which is what sqlglot takes a CAST of Spark's for
         node.set("safe", True)
     elif isinstance(node, exp.Like | exp.ILike):
-        pattern = node.expression
-        is_one = not isinstance(pattern, exp.Any | exp.All | exp.Tuple)
-        if is_one and not _is_literal(pattern) and not isinstance(node.parent, exp.Escape):
-            sound = _call("regexp_replace", pattern, _text(LONE_BACKSLASH), _text(WITHOUT_IT))
-            node.set("expression", sound)
+        for pattern in _patterns(node):
+            if not _is_literal(pattern):
+                pattern.replace(_call("regexp_replace", pattern.copy(), _text(LONE_BACKSLASH), _text(WITHOUT_IT)))
     elif isinstance(node, exp.Anonymous | exp.AnonymousAggFunc):
-        name = node.name.lower()
-        if name in CASTS:
-            node.replace(exp.TryCast(this=node.expressions[0], to=exp.DataType.build(name, dialect="spark"), safe=True))
-        else:
-            node.set("this", TRIED.get(name, node.this))
+        _replace_call(node, node.name.lower(), node.expressions)
+
+
+def _replace_call(node: Any, name: str, arguments: list[Any]) -> None:
+    if name in CASTS:
+        node.replace(exp.TryCast(this=arguments[0], to=exp.DataType.build(name, dialect="spark"), safe=True))
+    elif name == "unbase64":
+        node.replace(_call("try_to_binary", *arguments, _text("base64")))
+    elif name == "decode" and len(arguments) == 2:
+        text = exp.TryCast(this=arguments[0], to=exp.DataType.build("string", dialect="spark"), safe=True)
+        node.replace(_call("try_validate_utf8", text))
+    elif name in UNITS_PER_SECOND and arguments and not _is_literal(arguments[0]):
+        low, high = (exp.Literal.number(str(each * UNITS_PER_SECOND[name])) for each in SECONDS_OF_TIME)
+        is_time = exp.Between(this=arguments[0].copy(), low=low, high=high)
+        arguments[0].replace(_call("if", is_time, arguments[0].copy(), exp.Null()))
+    elif name == "map" and (keys := [each for each in arguments[::2] if not _is_literal(each)]):
+        has_none = exp.or_(*(exp.Is(this=exp.paren(each.copy()), expression=exp.Null()) for each in keys))
+        node.replace(_call("if", has_none, exp.Null(), node.copy()))
+    else:
+        node.set("this", TRIED.get(name, node.this))
+
+
+def _patterns(like: Any) -> list[Any]:
+    """Return the patterns of LIKE, also of LIKE ANY (...)."""
+    pattern = like.expression
+    if isinstance(pattern, exp.Any | exp.All):
+        pattern = pattern.this
+        return list(pattern.expressions) if isinstance(pattern, exp.Tuple) else [pattern.unnest()]
+    return [pattern]
 
 
 def _is_literal(value: Any) -> bool:

@@ -30,7 +30,8 @@ RANDOM = {"rand", "randn", "random", "uuid", "shuffle", "monotonically_increasin
 
 FAILING = {
     "raise_error", "assert_true", "aes_decrypt", "aes_encrypt", "xpath", "xpath_boolean", "xpath_double", "xpath_float",
-    "xpath_int", "xpath_long", "xpath_number", "xpath_short", "xpath_string",
+    "xpath_int", "xpath_long", "xpath_number", "xpath_short", "xpath_string", "map_from_arrays", "map_from_entries",
+    "transform_keys", "bitmap_construct_agg",
 }  # fmt: skip
 """Functions that end the execution for all interests: on purpose, or for some texts."""
 
