@@ -199,6 +199,8 @@ class ClusterRunner:
         options = {**self._servers.options(), "archive": str(self._folder / "archive")}
         snapshots = KeyedSnapshots(self._folder / "snapshots", options)
         _log.info("the data cluster begins, with term %d", term)
+        for doubt in (doubt for id_ in self._servers.ids for doubt in self._servers.doubts(id_)):
+            _log.warning("%s", doubt)
         return ClusterContext(
             self._spark, self._servers, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
             SmallWindows(self._servers, self._folder, snapshots),
