@@ -117,6 +117,15 @@ def test_a_recording_without_brokers_says_nothing_of_them(spark: SparkSession, t
     assert broker_findings(drawn) == broker_overload(drawn) == broker_sections(drawn, time_of_day) == []
 
 
+def test_a_cov_that_rose_did_not_fall() -> None:
+    sums = {"decisions": 1, "shuffles": 0, "dry_runs": 0, "measured": 1}
+    covs = {"cov_before": 0.2, "cov_measured": 0.5, "cov_predicted": 0.1}
+    jobs: dict[str, list[Row]] = {"brokers": [{"broker": "b1", "ratio_max": 0.5}]}
+    jobs["broker_decision_sums"] = [{**sums, **covs}]
+    sentence = broker_findings(Drawn(jobs, {"brokers": 1}))[1]
+    assert "The cov did not fall: it went from 0.20 to 0.50 with one of them" in sentence
+
+
 def test_the_times_in_which_a_broker_did_not_report_are_found(spark: SparkSession) -> None:
     schema = "broker string, at timestamp, number long, incarnation long, report_s double"
     times = {("b1", 1): range(60), ("b2", 1): range(20), ("b2", 2): range(30, 60), ("b3", 1): range(50)}

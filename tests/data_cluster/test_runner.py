@@ -91,6 +91,15 @@ def test_a_folder_of_other_log_servers_is_refused(world: World, tmp_path: Path) 
             check_identity(mixed, tmp_path / "new")
 
 
+def test_log_servers_that_have_exchanged_their_ids_are_refused(world: World, tmp_path: Path) -> None:
+    check_identity(world.servers, tmp_path)
+    first, second = (url for _, url in world.servers.urls)
+    for ids in (f"l1={second} l2={first}", f"l1={first} m2={second}"):
+        with pytest.raises(WrongFolder, match=r"is called (l1|m2) now was l2 before"):
+            check_identity(read_servers(ids), tmp_path)
+    check_identity(world.servers, tmp_path)
+
+
 def test_a_static_dataset_that_is_loaded_again_is_seen_by_the_next_execution(
     driver: SparkSession, world: World
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from dynamoth_analytics.cluster import servers
 from dynamoth_analytics.cluster.servers import LogServerFailed, read_servers
 from dynamoth_cli.local.embedded import EmbeddedRedis
+from tests.redis_servers import RedisServerFactory
 
 
 @contextmanager
@@ -55,3 +56,18 @@ def test_a_server_that_asks_for_a_password_says_where_it_comes_from() -> None:
         one = read_servers(f"l1=redis://127.0.0.1:{redis.port}")
         one.run("l1", (b"CONFIG", b"SET", b"requirepass", b"x"))
         assert "none was given: clients take it from their URL" in said_of(f"redis://localhost:{redis.port}")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_settings_that_make_a_server_lose_records_are_named_with_the_cure(
+    redis_server_factory: RedisServerFactory, *, durable: bool
+) -> None:
+    evicting = redis_server_factory(options={"maxmemory-policy": "allkeys-lru"})
+    keeping = redis_server_factory(options={"appendonly": "yes"})
+    urls = f"l1=redis://127.0.0.1:{evicting.port} l2=redis://127.0.0.1:{keeping.port}"
+    servers = read_servers(urls, durable=durable)
+    first, *others = servers.doubts("l1")
+    assert first.startswith("log server l1: maxmemory-policy is allkeys-lru")
+    assert first.endswith("set noeviction")
+    assert ["appendonly yes" in each for each in others] == [True] * durable
+    assert servers.doubts("l2") == []

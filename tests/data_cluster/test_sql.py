@@ -496,6 +496,14 @@ def test_what_cannot_be_executed_is_refused_with_the_reason(sql: str, words: str
     assert words in str(error.value)
 
 
+def test_a_query_about_the_new_records_of_a_static_dataset_is_refused() -> None:
+    towns = read_dataset("towns", {"kind": "static", "fields": {"town": "string"}})
+    sql = "SELECT town FROM towns WHERE town = :town"
+    query = read_query("q", {"on": "towns", "period_s": 10, "sql": sql, "parameters": {"town": "string"}})
+    with pytest.raises(ConfigError, match="query 'q': 'towns' is static"):
+        compile_query(query, {"towns": towns})
+
+
 def test_what_only_spark_can_tell_is_found_on_empty_tables(spark: SparkSession) -> None:
     sql = "SELECT nosuch(id) AS a FROM reports WHERE type = :type"
     query = read_query("q", {"on": "reports", "period_s": 10, "sql": sql, "parameters": {"type": "string"}})

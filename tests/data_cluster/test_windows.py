@@ -65,6 +65,19 @@ def test_a_window_ends_with_the_records_that_there_are(world: World) -> None:
     assert found.next_end({**end, "tick_ms": end["tick_ms"] + 3_600_000}) is None, "that tick has not passed"
 
 
+def test_a_partition_that_comes_back_goes_on_where_it_was(world: World) -> None:
+    dataset = world.set_dataset()
+    world.append(dataset, *reports("fire", "a", "b"))
+    end: WindowEnd = {"tick_ms": 0, "offsets": {"other/0": 1}}
+    for id_, partitions in zip("cde", (2, 1, 2), strict=True):
+        on = world.set_dataset(partitions=partitions)
+        world.append(on, *reports("fire", id_), partition=0)
+        found = Windows(world.servers, on, [], Ticks(0)).next_end({**end, "tick_ms": 0})
+        assert found is not None
+        end = found
+        assert end["offsets"] == world.servers.tips({"reports": 2}), "nothing of the second one is executed again"
+
+
 def test_records_of_other_datasets_end_no_window(world: World) -> None:
     world.set_dataset()
     found = windows(world, places={"kind": "keyed", "key": "id", "id": ""})

@@ -2,6 +2,9 @@
 
 The first data cluster draws an identity for its log servers. Each of them has it, and so does the file ``identity`` of
 the folder. A server that has lost it gets it again; so does a new server, and a new folder.
+
+Each server has its id, too. The id decides what is stored there: with the URLs of two servers exchanged, or with other
+ids, nobody would find what there is, and new records would be where nobody looks for them later.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from dynamoth_analytics.cluster.storage.durable_files import write_text
 IDENTITY_KEY = DATA_PREFIX + b"identity"
 """String at every log server: the identity of all of them."""
 
+SERVER_KEY = IDENTITY_KEY + b":server"
+"""String at every log server: its own id in the list of log servers."""
+
 IDENTITY_SCRIPT = b"""local found = redis.call('GET', KEYS[1])
 if not found and ARGV[1] ~= '' then redis.call('SET', KEYS[1], ARGV[1]) end
 return found or ARGV[1]
 """
-"""Gives a server an identity, unless it has one or this is empty; returns what it has."""
+"""Gives a key a value, unless it has one or this is empty; returns what it has."""
 
 
 class WrongFolder(ConfigError):
@@ -35,21 +41,29 @@ def check_identity(servers: LogServers, folder: Path) -> None:
     """
     file = folder / "identity"
     own = file.read_text().strip() if file.exists() else ""
-    known = {id_: _identity(servers, id_, "") for id_ in servers.ids}
+    known = {id_: _stored(servers, id_, IDENTITY_KEY, "") for id_ in servers.ids}
     identity = own or next(filter(None, known.values()), "") or secrets.token_hex(8)
     for id_, found in known.items():
-        if (found or _identity(servers, id_, identity)) != identity:
+        if (found or _stored(servers, id_, IDENTITY_KEY, identity)) != identity:
             what = f"the folder {folder} has the files of other log servers" if own else "they are of several clusters"
             raise WrongFolder(
                 f"data_cluster.logs, data_cluster.folder: log server {id_} does not belong here: {what}. Name the right"
                 f" servers and folder, or a new folder; if these are the right ones, remove {file}, and the key"
                 f" {IDENTITY_KEY.decode()} at servers that were others'"
             )
+    for id_ in servers.ids:
+        former = _stored(servers, id_, SERVER_KEY, id_)
+        if former != id_:
+            raise WrongFolder(
+                f"data_cluster.logs: the log server that is called {id_} now was {former} before: an id decides which"
+                f" records and logs a server has. Give each server its former id, here and at the brokers; if what it"
+                f" has does not matter, remove its key {SERVER_KEY.decode()}"
+            )
     if not own:
         write_text(file, identity + "\n")
 
 
-def _identity(servers: LogServers, server: str, new: str) -> str:
-    """Return the identity of a server, which is ``new`` where it has none."""
-    reply: bytes = servers.run(server, (b"EVAL", IDENTITY_SCRIPT, b"1", IDENTITY_KEY, new.encode()))
+def _stored(servers: LogServers, server: str, key: bytes, new: str) -> str:
+    """Return the value of a key of a server, which is ``new`` where it has none."""
+    reply: bytes = servers.run(server, (b"EVAL", IDENTITY_SCRIPT, b"1", key, new.encode()))
     return reply.decode()

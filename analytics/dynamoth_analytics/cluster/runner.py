@@ -211,6 +211,8 @@ class ClusterRunner:
             for former in self._folder.glob(f"{kind}/*"):
                 shutil.rmtree(former, ignore_errors=True)
         _log.info("the data cluster begins, with term %d", term)
+        for doubt in (doubt for id_ in self._servers.ids for doubt in self._servers.doubts(id_)):
+            _log.warning("%s", doubt)
         return ClusterContext(
             self._spark, self._servers, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
             SmallWindows(self._servers, self._folder, snapshots, term),

@@ -30,6 +30,9 @@ T = TypeVar("T")
 TIMEOUT_S = 10.0
 """Of connecting, and of each reply."""
 
+KEEPS_ALL = "noeviction"
+"""The ``maxmemory-policy`` of a log server: others drop what it has."""
+
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
 """Arguments of redis-py for ``rediss://`` servers, which are options of the source and of the sink, too."""
 
@@ -95,6 +98,24 @@ class LogServers:
         if self.durable:
             return ""
         return str(self._try(server, lambda client: client.info("server"))["run_id"])
+
+    def doubts(self, server: str) -> list[str]:
+        """Return how the settings of a server make it lose what it stores, with the cures. Raises LogServerFailed.
+
+        INFO does not tell ``appendfsync``.
+        """
+        info: Any = self._try(server, lambda client: client.info())
+        found: list[str] = []
+        policy = str(info.get("maxmemory_policy", KEEPS_ALL))
+        if policy != KEEPS_ALL:
+            text = "when its memory is full, it drops records and logs that it has acknowledged"
+            found.append(f"log server {server}: maxmemory-policy is {policy}: {text}; set {KEEPS_ALL}")
+        if self.durable and not info.get("aof_enabled", 1):
+            found.append(
+                f"log server {server} writes no append-only file, and log_durable says that it loses nothing when it"
+                " restarts: set appendonly yes and appendfsync always, or log_durable = false everywhere"
+            )
+        return found
 
     def catalog(self) -> Catalog:
         """Return the latest definitions, over the copies of all servers. Raises LogServerFailed."""

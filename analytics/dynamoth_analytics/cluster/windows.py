@@ -74,9 +74,11 @@ class Windows:
         ends = ends_of(self._servers.states(self._counts), before)
         if not any(name.startswith(self._own) and end > before.get(name, 0) for name, end in ends.items()):
             return None
+        # A partition that an operator has taken away goes on where it was if it comes back.
+        away = {name: last for name, last in before.items() if name.rpartition("/")[0] in self._counts}
         catalog = self._servers.catalog() if self._static else Catalog()
         loaded = {name: catalog.datasets[name].loaded for name in self._static if name in catalog.datasets}
-        return {"tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": ends, "static": loaded}
+        return {"tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": away | ends, "static": loaded}
 
     def has_waiting(self, start: WindowEnd) -> bool:
         """Return whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""

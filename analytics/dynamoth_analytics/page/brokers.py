@@ -67,8 +67,9 @@ def _decided(drawn: Drawn) -> list[str]:
         parts.append(f"{row['dry_runs']} of them in a dry run, without moves")
     text = ", ".join(parts)
     if row["measured"]:
+        went = "fell" if row["cov_measured"] < row["cov_before"] else "did not fall: it went"
         text += (
-            f". The cov fell from {ratio(row['cov_before'])} to {ratio(row['cov_measured'])} with one of them"
+            f". The cov {went} from {ratio(row['cov_before'])} to {ratio(row['cov_measured'])} with one of them"
             f" (median; predicted: {ratio(row['cov_predicted'])})"
         )
     return [f"{text}."]

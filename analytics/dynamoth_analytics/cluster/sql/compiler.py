@@ -61,6 +61,9 @@ class Compiler:
         for name in self.query.datasets:
             if name not in self.datasets:
                 raise refusal(self.query, f"there is no dataset {name!r}: register it first")
+        if self.datasets[self.query.on].kind == "static":
+            name = self.query.on
+            raise refusal(self.query, f"{name!r} is static, and has no new records: name it in `reads`, not in `on`")
         self.tree = read_statement(self.query)
         self._replace_parameters()
         self._join_interests()
