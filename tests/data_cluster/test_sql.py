@@ -454,6 +454,21 @@ def test_what_cannot_be_executed_is_refused_with_the_reason(sql: str, words: str
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("on", "reads", "words"),
+    [
+        ("shelters", [], "it is on 'shelters', a static dataset, which has no new records: name it in reads"),
+        ("reports", ["others"], "reads has 'others', which is neither keyed nor static"),
+    ],
+)
+def test_datasets_of_a_kind_that_cannot_be_read_so_are_refused(on: str, reads: list[str], words: str) -> None:
+    others = read_dataset("others", {"kind": "append", "fields": {"name": "string"}})
+    sql = f"SELECT a.name FROM {', '.join([f'{on} a', *reads])} WHERE a.name = :name"
+    query = read_query("q", {"on": on, "reads": reads, "period_s": 10, "sql": sql, "parameters": {"name": "string"}})
+    with pytest.raises(ConfigError, match=f"query 'q': {words}"):
+        compile_query(query, DATASETS | {"others": others})
+
+
 def test_what_only_spark_can_tell_is_found_on_empty_tables(spark: SparkSession) -> None:
     sql = "SELECT nosuch(id) AS a FROM reports WHERE type = :type"
     query = read_query("q", {"on": "reports", "period_s": 10, "sql": sql, "parameters": {"type": "string"}})
