@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.dialect import AGGREGATES
 from dynamoth_analytics.cluster.spatial import EARTH_M
 from dynamoth_analytics.cluster.sql import compile_query, interest_schema, view_schema
+from dynamoth_analytics.cluster.trial import try_query
 
 DATASETS = {
     "reports": read_dataset(
@@ -452,6 +455,14 @@ def test_what_cannot_be_executed_is_refused_with_the_reason(sql: str, words: str
     with pytest.raises(ConfigError, match="query 'q': ") as error:
         compile_query(query, DATASETS)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("samples", [[], ["reports=nothing.jsonl"]])
+def test_a_query_is_tried_with_the_datasets_of_its_file(samples: list[str]) -> None:
+    query = read_query("q", {"on": "reports", "period_s": 10, "sql": "SELECT r.id FROM reports r"})
+    given = SimpleNamespace(queries={"q": query}, datasets={})
+    with pytest.raises(ConfigError, match=r"'reports', which the file does not have: copy its \[datasets\.reports\]"):
+        try_query(given, argparse.Namespace(name="q", sample=samples, params=[], json=False))
 
 
 @pytest.mark.parametrize(
