@@ -27,8 +27,9 @@ def log(world: World, channel: str) -> list[bytes]:
     return [fields[1] for _, fields in entries]
 
 
-def run(frame: DataFrame, world: World, checkpoint: Path, **options: Any) -> None:
+def run(frame: DataFrame, world: World, checkpoint: Path, mode: str = "append", **options: Any) -> None:
     writer = frame.writeStream.format("dynamoth").option("url", world.cluster_url).option("logs", world.logs)
+    writer = writer.outputMode(mode)
     query = writer.options(**options).option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
     try:
         query.awaitTermination()
@@ -87,6 +88,24 @@ def test_a_repeated_batch_is_appended_once(driver: SparkSession, world: World, t
     run(stream(driver, source), world, checkpoint)
     assert log(world, "a") == [b"1", b"2"]
     assert log(world, "b") == [b"1"]
+
+
+def test_a_new_checkpoint_on_channels_that_have_later_batches_is_an_error(
+    driver: SparkSession, world: World, tmp_path: Path
+) -> None:
+    source = tmp_path / "in"
+    for number in ("1", "2"):
+        put(source, f"{number}.json", f'{{"channel":"a","payload":"{number}"}}')
+        run(stream(driver, source), world, tmp_path / "one")
+    put(source, "3.json", '{"channel":"a","payload":"3"}')
+    with pytest.raises(PySparkException, match=r"channel 'a' has a later batch than 0 already.*a new or an older one"):
+        run(
+            stream(driver, source).groupBy("channel").agg(F.max("payload").alias("payload")),
+            world,
+            tmp_path / "two",
+            "complete",
+        )
+    assert log(world, "a") == [b"1", b"2"]
 
 
 def test_several_rows_of_a_channel_are_an_error_or_ordered(driver: SparkSession, world: World, tmp_path: Path) -> None:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from dynamoth_analytics.cluster.sql.compiled import compile_query
 from dynamoth_analytics.cluster.sql.dialect import AGGREGATES, StandingSql
 from dynamoth_analytics.cluster.sql.schema import interest_schema, view_schema
 from dynamoth_analytics.cluster.sql.spatial import EARTH_M
+from dynamoth_analytics.cluster.trial import try_query
 
 DATASETS = {
     "reports": read_dataset(
@@ -496,12 +499,27 @@ def test_what_cannot_be_executed_is_refused_with_the_reason(sql: str, words: str
     assert words in str(error.value)
 
 
-def test_a_query_about_the_new_records_of_a_static_dataset_is_refused() -> None:
-    towns = read_dataset("towns", {"kind": "static", "fields": {"town": "string"}})
-    sql = "SELECT town FROM towns WHERE town = :town"
-    query = read_query("q", {"on": "towns", "period_s": 10, "sql": sql, "parameters": {"town": "string"}})
-    with pytest.raises(ConfigError, match="query 'q': 'towns' is static"):
-        compile_query(query, {"towns": towns})
+@pytest.mark.parametrize("samples", [[], ["reports=nothing.jsonl"]])
+def test_a_query_is_tried_with_the_datasets_of_its_file(samples: list[str]) -> None:
+    query = read_query("q", {"on": "reports", "period_s": 10, "sql": "SELECT r.id FROM reports r"})
+    given = SimpleNamespace(queries={"q": query}, datasets={})
+    with pytest.raises(ConfigError, match=r"'reports', which the file does not have: copy its \[datasets\.reports\]"):
+        try_query(given, argparse.Namespace(name="q", sample=samples, params=[], json=False))
+
+
+@pytest.mark.parametrize(
+    ("on", "reads", "words"),
+    [
+        ("shelters", [], "it is on 'shelters', a static dataset, which has no new records: name it in reads"),
+        ("reports", ["others"], "reads has 'others', which is neither keyed nor static"),
+    ],
+)
+def test_datasets_of_a_kind_that_cannot_be_read_so_are_refused(on: str, reads: list[str], words: str) -> None:
+    others = read_dataset("others", {"kind": "append", "fields": {"name": "string"}})
+    sql = f"SELECT a.name FROM {', '.join([f'{on} a', *reads])} WHERE a.name = :name"
+    query = read_query("q", {"on": on, "reads": reads, "period_s": 10, "sql": sql, "parameters": {"name": "string"}})
+    with pytest.raises(ConfigError, match=f"query 'q': {words}"):
+        compile_query(query, DATASETS | {"others": others})
 
 
 def test_what_only_spark_can_tell_is_found_on_empty_tables(spark: SparkSession) -> None:

@@ -629,6 +629,21 @@ async def test_a_publication_that_brokers_would_not_take_is_not_sent() -> None:
         assert not failed.value.retryable
 
 
+@pytest.mark.parametrize("payload", [{"id": "r1"}, ["r1"], 1, None])
+async def test_what_is_neither_text_nor_bytes_is_refused_and_the_client_goes_on(payload: Any) -> None:
+    async with scripted_broker() as broker, client_of(broker) as client:
+        peer = await broker.peer()
+        await peer.welcome()
+        with pytest.raises(TypeError, match=r"text or bytes, not .*: json\.dumps"):
+            await client.publish("d:reports", payload)
+        likes: list[Any] = ["é", bytearray("é".encode()), memoryview("é".encode())]
+        for like in likes:
+            async with doing(client.publish("news", like)):
+                request = await peer.read(PublishRequest)
+                assert request.payload == "é".encode()
+                await peer.send(Published(request.ref))
+
+
 @pytest.mark.parametrize("serves", [True, False])
 async def test_as_many_publications_as_the_application_likes_keep_the_connection_and_their_order(serves: bool) -> None:
     count = OUTGOING_MAX + 1

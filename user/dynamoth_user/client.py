@@ -288,10 +288,10 @@ class Client:
         Waits for a broker, and for its answer. If it is cancelled, the message may be published or not. While 1,000
         publications or 4 MiB of payloads have no answer, further calls wait for their turn, in order.
 
-        Raises PublishFailed, ClientFailed, MalformedMessage (the name).
+        Raises PublishFailed, ClientFailed, MalformedMessage (the name), TypeError (the payload).
         """
         self._running()
-        interest, data = channel_interest(channel), payload.encode() if isinstance(payload, str) else payload
+        interest, data = channel_interest(channel), _bytes_of(payload)
         self._check_size(interest, data)
         await self._window.enter(len(data))
         try:
@@ -520,6 +520,15 @@ def _checked(urls: Sequence[str]) -> tuple[str, ...]:
         if parts.scheme not in ("ws", "wss") or not parts.hostname:
             raise ConfigError(f"the URL of a broker is ws://... or wss://..., not {url!r}")
     return tuple(urls)
+
+
+def _bytes_of(payload: object) -> bytes:
+    """The payload as bytes. What is found out only when it is sent would end the client, with all subscriptions."""
+    if isinstance(payload, str):
+        return payload.encode()
+    if isinstance(payload, bytes | bytearray | memoryview):
+        return bytes(payload)
+    raise TypeError(f"a payload is text or bytes, not {type(payload).__name__}: json.dumps makes text of an object")
 
 
 def _call(function: Callable[..., object], argument: object) -> None:

@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis.exceptions
@@ -72,6 +72,8 @@ class ResultPublisher:
     ttl_s: float
     #: A log server that fails is tried again for this time; then the execution fails, and is repeated as a whole.
     retry_s: float = RETRY_S_MAX
+    #: Interests whose logs have a later execution already: what was to be published is in none of these.
+    overtaken: list[str] = field(default_factory=list[str], compare=False)
 
     def publish(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Publish Arrow batches with the columns interest, rows and result; yield one batch of ``COUNTS_SCHEMA``.
@@ -135,6 +137,7 @@ class ResultPublisher:
             counts["result_sets"] += 1
             counts["repeated"] += not place.is_new
             if not place.is_exact:
+                self.overtaken.append(interest)
                 continue
             inline = payload if len(payload) <= self.inline_bytes_max else None
             publication = LoggedPublication(place.epoch, place.offset, inline)

@@ -20,12 +20,12 @@ What it promises
 Without ``logs``: each row is published at least once, while a batch that Spark repeats publishes again.
 
 With ``logs``, of a stream with one row per channel and batch: each row is appended exactly once, as the number of the
-batch is the execution of the log. A new checkpoint begins at batch 0, which logs of later batches take for repeated:
-use other channels, or let the logs end first. Several rows of one channel in one Spark partition are an error; the
-batch is not published from that partition. Rows of one channel must be in one partition: ``repartition("channel")``.
-Where they are not, the log keeps the first, as it cannot tell the others from a repeated task; the batch then fails,
-and says so. A log server that restarts and is not ``durable`` begins its logs again: a batch that is repeated just then
-is appended again.
+batch is the execution of the log. A new checkpoint begins at batch 0, which a log of later batches does not take: the
+batch fails, and says so. Use other channels, or let the logs end first. (A log whose only batch is batch 0 takes it for
+repeated.) Several rows of one channel in one Spark partition are an error; the batch is not published from that
+partition. Rows of one channel must be in one partition: ``repartition("channel")``. Where they are not, the log keeps
+the first, as it cannot tell the others from a repeated task; the batch then fails, and says so. A log server that
+restarts and is not ``durable`` begins its logs again: a batch that is repeated just then is appended again.
 
 With ``logs`` and ``ordered_by``, or a batch (``df.write``): rows are appended at least once, in order within a Spark
 partition.
@@ -109,6 +109,9 @@ class _Sink:
             self.options.retained_min, self.options.ttl_s,
         )  # fmt: skip
         publisher.publish_payloads((channel_interest(name).id, payload) for name, payload in messages)
+        if publisher.overtaken:
+            overtaken = min(name for name in channels if channel_interest(name).id in publisher.overtaken)
+            raise _overtaken(overtaken, execution - 1)
         return _Published(channels)
 
     def _append(self, servers: LogServers, messages: list[tuple[str, bytes]]) -> None:
@@ -138,6 +141,14 @@ def _several(channel: str) -> SinkFailed:
         f"channel {channel!r} has several rows in one batch. With option `logs`, a batch has one row for each channel,"
         " so that each is appended exactly once: aggregate them, or give option `ordered_by`, the column of their order"
         " (then each is appended at least once)"
+    )
+
+
+def _overtaken(channel: str, batch: int) -> SinkFailed:
+    return SinkFailed(
+        f"the log of channel {channel!r} has a later batch than {batch} already, and takes no row of this one. Either"
+        " the checkpoint is a new or an older one: go on with that of the log's last batch, use other channels, or give"
+        " option `ordered_by` (then each row is appended at least once). Or two streams write to this channel"
     )
 
 

@@ -56,6 +56,9 @@ def try_query(given: Defined, arguments: argparse.Namespace) -> int:
     query = given.queries.get(arguments.name)
     if query is None:
         raise ConfigError(f"the file has no query {arguments.name!r}; it has {', '.join(given.queries) or 'none'}")
+    if missing := [name for name in query.datasets if name not in given.datasets]:
+        cure = f"copy its [datasets.{missing[0]}] to there, as `dynamoth query try` asks no server"
+        raise ConfigError(f"query {query.name!r} reads {missing[0]!r}, which the file does not have: {cure}")
     samples = _samples(arguments.sample, query, given.datasets)
     interests = [_values(text, query) for text in arguments.params] or ([{}] if not query.parameters else [])
     if not interests:

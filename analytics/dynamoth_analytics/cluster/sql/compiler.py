@@ -61,9 +61,7 @@ class Compiler:
         for name in self.query.datasets:
             if name not in self.datasets:
                 raise refusal(self.query, f"there is no dataset {name!r}: register it first")
-        if self.datasets[self.query.on].kind == "static":
-            name = self.query.on
-            raise refusal(self.query, f"{name!r} is static, and has no new records: name it in `reads`, not in `on`")
+        self._check_kinds()
         self.tree = read_statement(self.query)
         self._replace_parameters()
         self._join_interests()
@@ -77,6 +75,16 @@ class Compiler:
         joins = NearJoins(self.query, self.tree, self.warnings)
         joins.replace()
         joins.find_cross_joins()
+
+    def _check_kinds(self) -> None:
+        on, *reads = (self.datasets[name] for name in self.query.datasets)
+        if on.kind == "static":
+            cure = "name it in reads, and in on the dataset whose new records the query is about"
+            raise refusal(self.query, f"it is on {on.name!r}, a static dataset, which has no new records: {cure}")
+        for dataset in reads:
+            if dataset.kind == "append":
+                cure = "only the new records of `on` are read of such a one"
+                raise refusal(self.query, f"reads has {dataset.name!r}, which is neither keyed nor static: {cure}")
 
     def _replace_parameters(self) -> None:
         used: set[str] = set()
