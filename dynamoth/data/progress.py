@@ -2,11 +2,12 @@
 
 Theory of operation
 -------------------
-Before an execution its number and its window are stored, and after it that it is done: at the log server that has the
-query (``query_server``), besides Spark's checkpoint in a folder. Each of the two can be lost, or be older than the
-other one (a server that has lost its last seconds, a folder that came back from a backup). ``resumption`` compares
-them: whichever is ahead counts, and a checkpoint that does not fit is begun again. So the execution that may have been
-published in part is repeated with the same number and the same window, or the next one goes on behind it.
+Before an execution its number and its window are stored, and after it that it is done: at each log server, besides
+Spark's checkpoint in a folder. Each of these can be lost, or be older than the others (a server that has lost its last
+seconds, a folder that came back from a backup, or that of another machine). The latest of the servers counts
+(``latest_progress``). ``resumption`` compares it with the checkpoint: whichever is ahead counts, and a checkpoint that
+does not fit is begun again. So the execution that may have been published in part is repeated with the same number and
+the same window, or the next one goes on behind it.
 
 Only the newest data cluster may store progress (``terms``).
 """
@@ -14,7 +15,7 @@ Only the newest data cluster may store progress (``terms``).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NotRequired, TypedDict
@@ -177,16 +178,22 @@ def progress_key(query: str) -> bytes:
 
 
 def query_server(query: str, servers: Sequence[str]) -> str:
-    """Return which of the log servers has a query's progress and status (rendezvous hashing, by id)."""
+    """Return which of the log servers has a query's status, its orders and its first progress (rendezvous hashing)."""
     return max(servers, key=lambda server: blake2b(f"{server} query {query}".encode(), digest_size=8).digest())
 
 
 def restart_key(query: str) -> bytes:
     """Return the key of an operator's order to begin again behind all records that there are: a string, Unix ms.
 
-    It is at the server of the progress. Who carries it out deletes it.
+    It is at the query's server (``query_server``). Who carries it out deletes it.
     """
     return DATA_PREFIX + b"{" + query.encode() + b"}:restart"
+
+
+def latest_progress(copies: Iterable[Progress | None]) -> Progress | None:
+    """Return the latest of the copies of a query's progress; None: no server has any."""
+    known = [each for each in copies if each is not None]
+    return max(known, key=lambda each: (each.execution, each.is_done, each.is_dropped), default=None)
 
 
 def begin_key(query: str) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +21,8 @@ from dynamoth_analytics.cluster import outdated, query_runner
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.query_runner import ExecutionFailed, QueryRunner
 from dynamoth_analytics.cluster.sql import nulls
-from tests.data_cluster.world import World, reports, stream_session, until
+from dynamoth_analytics.cluster.sql.compiled import CompiledQuery
+from tests.data_cluster.world import TIMEOUT_S, World, reports, stream_session, until
 
 BEGIN: WindowEnd = {"tick_ms": 0, "offsets": {}}
 
@@ -390,32 +393,52 @@ def test_a_former_data_cluster_is_refused(driver: SparkSession, world: World) ->
 
 
 def test_a_former_data_cluster_changes_no_window_of_one_with_the_same_folder(
-    driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hangs while it waits for a tick, and goes on in the middle of the newer one's execution."""
+    """It hangs while it waits for a tick, and goes on in the middle of the newer one's execution. Without Spark."""
     dataset, query = world.set_dataset(), world.set_query()
-    interest = world.register("of_type", {"type": "fire"})
-    former = world.runner(world.context(driver), query, dataset)
-    with running(former):
-        until(lambda: former.status.state == "running", former)
-        world.append(dataset, *reports("fire", "a"))
-        until(lambda: former.status.execution == 1, former)
-    newer = world.runner(world.context(driver), query, dataset)
-    run = newer.executions.run
+    no_spark, rows = cast("Any", None), cast("Any", SimpleNamespace(sparkSession=None))
+    monkeypatch.setattr(CompiledQuery, "check", lambda *_: [])
+    hangs, goes_on, errors = threading.Event(), threading.Event(), list[BaseException]()
 
-    def run_while_the_former_one_goes_on(spark: SparkSession, execution: int, window: Window) -> Any:
-        if execution == 2:
-            world.append(dataset, *reports("fire", "c", "d", "e"))
-            former._stopping.clear()  # pyright: ignore[reportPrivateUsage]
-            rows = cast("Any", SimpleNamespace(sparkSession=spark))
-            with pytest.raises(ExecutionFailed):
-                former._execute(rows, 1)  # pyright: ignore[reportPrivateUsage]
-        return run(spark, execution, window)
+    def begun() -> Any:
+        runner: Any = world.runner(world.context(no_spark), query, dataset)
+        monkeypatch.setattr(runner.executions, "run", lambda *_: Counter())
+        runner._base = runner._prepared_checkpoint().execution
+        return runner
 
+    def hang(_tick_ms: int) -> None:
+        hangs.set()
+        goes_on.wait()
+
+    def execute_as_the_former_one() -> None:
+        try:
+            former._execute(rows, 1)
+        except ExecutionFailed as error:
+            errors.append(error)
+
+    def run_while_the_former_one_goes_on(*_: Any) -> Counter[str]:
+        world.append(dataset, *reports("fire", "c", "d"))
+        goes_on.set()
+        thread.join()
+        return Counter()
+
+    former = begun()
+    world.append(dataset, *reports("fire", "a", "b"))
+    former._execute(rows, 0)
+    monkeypatch.setattr(former, "_wait_until", hang)
+    thread = threading.Thread(target=execute_as_the_former_one)
+    thread.start()
+    assert hangs.wait(TIMEOUT_S)
+    newer = begun()
     monkeypatch.setattr(newer.executions, "run", run_while_the_former_one_goes_on)
-    with running(newer):
-        world.append(dataset, *reports("fire", "b"))
-        until(lambda: newer.status.execution == 3, newer)
-    assert sorted(world.ids(interest)) == ["a", "b", "c", "d", "e"]
-    for before, after in pairwise(world.executions("of_type")):
+    world.append(dataset, *reports("fire", "e"))
+    newer._execute(rows, 1)
+    assert errors, "it is refused"
+    monkeypatch.setattr(newer.executions, "run", lambda *_: Counter())
+    world.append(dataset, *reports("fire", "f"))
+    newer._execute(rows, 2)
+    written = world.executions("of_type")
+    assert [each["execution"] for each in written] == [1, 2, 3]
+    for before, after in pairwise(written):
         assert after["start"] == before["end"], "windows follow each other"

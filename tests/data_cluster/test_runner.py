@@ -15,6 +15,7 @@ from dynamoth.data.progress import progress_key, query_server, restart_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster import outdated
 from dynamoth_analytics.cluster.identity import IDENTITY_KEY, WrongFolder, check_identity
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
@@ -36,7 +37,7 @@ def data_cluster(driver: SparkSession, world: World) -> Generator[ClusterRunner]
         runner.stop(10.0)
 
 
-def test_what_runs_follows_the_catalog(driver: SparkSession, world: World) -> None:
+def test_what_runs_follows_the_catalog(driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, interest = world.set_dataset(), world.register("of_type", {"type": "fire"})
     world.set_query()
     world.set_query("lost", on="nowhere", sql="SELECT n.id FROM nowhere n WHERE n.type = :type")
@@ -63,8 +64,12 @@ def test_what_runs_follows_the_catalog(driver: SparkSession, world: World) -> No
         assert world.ids(interest) == ["a", "B"]
         world.drop_query("of_type", 3)
         cluster.follow_catalog()
-        assert world.log(interest)[-1].get("dropped") is True
         assert cluster.queries() == {}
+        assert len(world.log(interest)) == 2, "brokers may take users still"
+        late = world.register("of_type", {"type": "quake"})
+        monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
+        cluster.follow_catalog()
+        assert [world.log(each)[-1].get("dropped") for each in (interest, late)] == [True, True]
         cluster.follow_catalog()
         assert len(world.log(interest)) == 3
         names = {family.name for family in collect(cluster)}

@@ -15,6 +15,7 @@ from dynamoth.data.progress import (
     QueryStatus,
     WindowEnd,
     begin_key,
+    latest_progress,
     parse_begin,
     parse_progress,
     parse_status,
@@ -89,12 +90,20 @@ class ClusterContext:
     # What is stored about a query.
 
     def progress(self, query: str) -> Progress | None:
-        """Return the stored progress of a query; None: there is none. Raises LogServerFailed."""
-        return parse_progress(self._get(query, progress_key(query)))
+        """Return the latest progress of a query that any log server has; None: there is none. Raises LogServerFailed.
+
+        One that was restored from an older copy, or has lost everything, has not the latest.
+        """
+        command = (b"GET", progress_key(query))
+        return latest_progress([parse_progress(self.servers.run(id_, command)) for id_ in self.servers.ids])
 
     def store_progress(self, query: str, progress: Progress) -> None:
-        """Store the progress of a query. Raises LogServerFailed, also where a newer data cluster is there."""
-        self._run(query, store_progress_command(query, progress, self.term))
+        """Store the progress of a query at every log server, as an execution needs all of them anyway.
+
+        Raises LogServerFailed, also where a newer data cluster is there.
+        """
+        for id_ in self.servers.ids:
+            self.servers.run(id_, store_progress_command(query, progress, self.term))
 
     def begin(self, query: str) -> WindowEnd | None:
         """Return behind which offsets a query begins that was dropped; None: not known. Raises LogServerFailed."""

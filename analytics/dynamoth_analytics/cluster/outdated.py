@@ -18,7 +18,7 @@ from dynamoth_analytics.cluster.publishing import ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServers
 
 BROKERS_S = 10.0
-"""Nothing is published sooner after a change: a broker may take users by the former definition for some seconds."""
+"""Nothing is published sooner after a change or a drop: brokers may take users by the former definition for a while."""
 
 LOGS_PER_COMMAND = 16
 """Logs whose last result set is read together: each may be large."""

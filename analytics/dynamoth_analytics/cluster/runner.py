@@ -22,6 +22,7 @@ from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import QueryStatus, query_server, restart_key
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import ConfigError
+from dynamoth_analytics.cluster import outdated
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.failures import Failures, check_spark, reason_of
@@ -78,6 +79,8 @@ class ClusterRunner:
         self._known = KnownQueries()
         #: Dropped queries whose users got their last publication.
         self._ended: set[str] = set()
+        #: When this process has found that a query was dropped, by its name.
+        self._dropped_at: dict[str, float] = {}
         #: Held while queries are started and stopped.
         self._looking = threading.Lock()
         self._is_stopping = False
@@ -251,8 +254,12 @@ class ClusterRunner:
         self.refused = {name: reason for name, reason in self.refused.items() if name in known}
 
     def _end_dropped(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
-        """Publish to the users of dropped queries that they were dropped."""
+        """Publish to the users of dropped queries that they were dropped, when brokers know that, too."""
+        now = time.monotonic()
+        self._dropped_at = {name: self._dropped_at.get(name, now) for name in catalog.dropped_queries}
         for name in catalog.dropped_queries - self._ended:
+            if now < self._dropped_at[name] + outdated.BROKERS_S:
+                continue
             with failures.kept():
                 end_dropped(context, name)
                 self._ended.add(name)

@@ -20,6 +20,9 @@ from dynamoth.data.progress import (
     Window,
     WindowEnd,
     continuation,
+    parse_progress,
+    progress_key,
+    query_server,
     store_progress_command,
 )
 from dynamoth.data.records import append_records_command
@@ -32,6 +35,7 @@ from dynamoth_sim.data import cluster as model_cluster
 from dynamoth_sim.data import query as model_query
 from dynamoth_sim.data.cluster import Program
 from dynamoth_sim.data.query import Asking, ModelQuery
+from dynamoth_sim.data.tasks import ask
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
 
 SAME_TERM = 1_000_000
@@ -274,6 +278,17 @@ def progress_is_not_read() -> AbstractContextManager[None]:
     return replaced(dynamoth.data.progress, continuation=begin_now)
 
 
+def progress_of_one_server() -> AbstractContextManager[None]:
+    """A data cluster reads the progress of a query at one log server only, which may have an older copy."""
+
+    def stored(self: ModelQuery) -> Asking:
+        name = self._query.name
+        server = query_server(name, self._place.servers)
+        return parse_progress((yield from ask(server, b"GET", progress_key(name))))
+
+    return replaced(ModelQuery, _stored_progress=stored)
+
+
 DATA_CHECKS: tuple[Check, ...] = (
     Check("data-registered-before-confirmed", confirmed_before_registered, "D1"),
     Check("data-registered-in-a-window", sealed_before_it_ends, "D1"),
@@ -304,5 +319,6 @@ RANDOM_CHECKS: tuple[Check, ...] = (
     Check("data-crashes", terms_are_not_checked, "D3"),
     Check("data-crashes", unfinished_executions_are_skipped, "D1"),
     Check("data-durable", checkpoints_always_fit, "D4"),
+    Check("data-logs", progress_of_one_server, "D4"),
 )
 """Mutations that random worlds find, too."""

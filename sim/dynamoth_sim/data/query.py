@@ -19,9 +19,9 @@ from dynamoth.data.progress import (
     Window,
     WindowEnd,
     give_up,
+    latest_progress,
     parse_progress,
     progress_key,
-    query_server,
     resumption,
     store_progress_command,
     with_new_datasets,
@@ -157,8 +157,7 @@ class ModelQuery:
 
     def _prepare(self) -> Asking:
         """Make a checkpoint that fits the stored progress."""
-        name = self._query.name
-        self._progress = parse_progress((yield from self._ask_own(b"GET", progress_key(name))))
+        self._progress = yield from self._stored_progress()
         checkpoint = self._folder.read()
         if checkpoint is None and self._progress is None:
             yield from self._give_up(None, None)
@@ -226,15 +225,17 @@ class ModelQuery:
             latest = max(latest, int(seconds) * 1000 + int(microseconds) // 1000)
         return latest
 
-    def _ask_own(self, *command: Any) -> Asking:
-        """Ask the server that has the progress of the query."""
-        return (yield from ask(query_server(self._query.name, self._place.servers), *command))
+    def _stored_progress(self) -> Asking:
+        latest: Progress | None = None
+        for id_ in self._place.servers:
+            stored = parse_progress((yield from ask(id_, b"GET", progress_key(self._query.name))))
+            latest = latest_progress([latest, stored])
+        return latest
 
     def _restart(self) -> Asking:
         """Go on behind all records that there are. What is given up is an execution without results."""
-        name, checkpoint = self._query.name, self._folder.read()
-        progress = parse_progress((yield from self._ask_own(b"GET", progress_key(name))))
-        yield from self._give_up(progress, checkpoint)
+        progress = yield from self._stored_progress()
+        yield from self._give_up(progress, self._folder.read())
         self._is_to_restart = False
 
     def _give_up(self, progress: Progress | None, checkpoint: Checkpoint | None) -> Asking:
@@ -264,7 +265,8 @@ class ModelQuery:
 
     def _store_progress(self, progress: Progress) -> Asking:
         self._progress = progress
-        yield from self._ask_own(*store_progress_command(self._query.name, progress, self._place.term))
+        for id_ in self._place.servers:
+            yield from ask(id_, *store_progress_command(self._query.name, progress, self._place.term))
 
     def _publish_results(self, execution: int, window: Window) -> Asking:
         self._place.witness.executes(self._query.name, execution, window, self._place.machine.now)
