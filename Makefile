@@ -1,8 +1,8 @@
 # The whole tool chain lives in .venv; the stamps in it say which pinned requirements are installed.
 
 PYTHON ?= python3.11
-# Processes that run tests: one more than the cores of a small machine, as many tests wait more than they compute.
-JOBS ?= 3
+# Processes that run tests: two more than the cores of a small machine, as many tests wait more than they compute.
+JOBS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install

@@ -16,6 +16,7 @@ from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster import outdated
+from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.identity import IDENTITY_KEY, WrongFolder, check_identity
 from dynamoth_analytics.cluster.metrics import collect
 from dynamoth_analytics.cluster.runner import ClusterRunner
@@ -229,7 +230,10 @@ def two_queries(world: World) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["checkpoints", "interests"])
-def test_a_query_that_cannot_be_started_holds_up_no_other_one(driver: SparkSession, world: World, kind: str) -> None:
+def test_a_query_that_cannot_be_started_holds_up_no_other_one(
+    driver: SparkSession, world: World, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClusterContext, "table_folder", lambda self, query: self.folder / "interests" / query)
     dataset, (name, other) = world.set_dataset(), two_queries(world)
     interest = world.register(other, {"type": "fire"})
     damaged = world.folder / kind / name
