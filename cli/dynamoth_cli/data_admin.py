@@ -23,7 +23,16 @@ from dynamoth.data.catalog import (
     stored_value,
 )
 from dynamoth.data.datasets import DEAD_SUFFIX, PARTITIONS_MAX, Dataset, read_dataset
-from dynamoth.data.progress import WindowEnd, begin_again_command, begin_progress_command, query_server
+from dynamoth.data.progress import (
+    Progress,
+    WindowEnd,
+    begin_again_command,
+    begin_progress_command,
+    latest_progress,
+    parse_progress,
+    progress_key,
+    query_server,
+)
 from dynamoth.data.queries import KEEP_S_MIN, StandingQuery, canonical_values, read_query
 from dynamoth.data.records import (
     finish_load_command,
@@ -253,11 +262,18 @@ async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, 
             reply = await links.command(partition_server(name, links.ids), tip_command(name), repeats=True)
             tips[name] = parse_tip(reply)[0]
     end: WindowEnd = {"tick_ms": 0, "offsets": tips}
-    server = query_server(query.name, links.ids)
     number = 0 if query.version == 1 else round(time.time() * 1000)  # logs may know smaller ones
-    await links.command(server, begin_progress_command(query.name, end, number), repeats=True)
+    for id_ in links.ids:
+        await links.command(id_, begin_progress_command(query.name, end, number), repeats=True)
     if query.version > 1:
+        server = query_server(query.name, links.ids)
         await links.command(server, begin_again_command(query.name, end), repeats=True)
+
+
+async def read_progress(links: DataLinks, query: str) -> Progress | None:
+    """Return the latest progress of a query that any log server has. Raises LogUnavailable."""
+    command = (b"GET", progress_key(query))
+    return latest_progress([parse_progress(await links.command(id_, command, repeats=True)) for id_ in links.ids])
 
 
 async def _outdated(links: DataLinks, query: StandingQuery) -> list[str]:

@@ -12,9 +12,7 @@ from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import (
     QueryStatus,
-    parse_progress,
     parse_status,
-    progress_key,
     query_server,
     restart_key,
     status_key,
@@ -23,7 +21,16 @@ from dynamoth.data.queries import StandingQuery, write_query
 from dynamoth.data.records import parse_state, partition_names, partition_server, state_command
 from dynamoth.data.registrations import registration_keys
 from dynamoth.errors import ConfigError, printable
-from dynamoth_cli.data_admin import add_access, ago, drop, print_json, read_definitions, register, with_servers
+from dynamoth_cli.data_admin import (
+    add_access,
+    ago,
+    drop,
+    print_json,
+    read_definitions,
+    read_progress,
+    register,
+    with_servers,
+)
 from dynamoth_client.runtime.data_links import DataLinks
 
 QUIET_S = 60.0
@@ -114,8 +121,7 @@ async def _state(links: DataLinks, catalog: Catalog, query: StandingQuery) -> _S
 
 async def _waiting(links: DataLinks, dataset: Dataset | None, query: StandingQuery) -> int:
     """Return how many records of its dataset a query has not executed yet."""
-    server = query_server(query.name, links.ids)
-    progress = parse_progress(await links.command(server, (b"GET", progress_key(query.name)), repeats=True))
+    progress = await read_progress(links, query.name)
     if dataset is None or progress is None:
         return 0
     done = (progress.window.end if progress.is_done else progress.window.start)["offsets"]
@@ -196,11 +202,9 @@ def _restart(arguments: argparse.Namespace) -> None:
 
     async def order(links: DataLinks) -> None:
         query = _find(await links.catalog(), arguments.name)
-        server = query_server(query.name, links.ids)
-        progress = parse_progress(await links.command(server, (b"GET", progress_key(query.name)), repeats=True))
-        if progress is None:
+        if await read_progress(links, query.name) is None:
             raise ConfigError(f"query {query.name!r} was never executed: there is nothing to restart")
-        now = b"%d" % round(time.time() * 1000)
+        server, now = query_server(query.name, links.ids), b"%d" % round(time.time() * 1000)
         await links.command(server, (b"SET", restart_key(query.name), now), repeats=True)
 
     with_servers(arguments, order)

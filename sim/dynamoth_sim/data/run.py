@@ -8,12 +8,13 @@ from functools import partial
 
 from dynamoth.data.catalog import QUERIES_KEY
 from dynamoth.data.datasets import Dataset
+from dynamoth.data.progress import progress_key
 from dynamoth.data.records import partition_name, partition_of
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.data.folder import Folder
 from dynamoth_sim.data.users import Reporter
-from dynamoth_sim.data.world import DATASETS, TYPES, DataOptions, DataWorld, data_edge, partitions
+from dynamoth_sim.data.world import DATASETS, QUERIES, TYPES, DataOptions, DataWorld, data_edge, partitions
 from dynamoth_sim.edge.run import (
     CRASHES,
     DOWN_S_MAX,
@@ -199,17 +200,26 @@ class DataChaos(EdgeChaos):
     def _restore_log(self) -> None:
         """A log server takes a snapshot, goes on, and restarts with the snapshot."""
         server = self._server()
-        if server is None or not server.hash(QUERIES_KEY):
+        if server is None or not server.hash(QUERIES_KEY) or not self._has_copies():
             return
         self._in_trouble.add(server.id)
         snapshot = server.snapshot()
         self._world.after(0.5 * self._random.random(), self._stop, server, snapshot)
 
+    def _has_copies(self) -> bool:
+        """Return whether all log servers have the same progress: what they all have lost, nobody knows."""
+        copies = {
+            tuple(self._data.execute(server, (b"GET", progress_key(query.name))) for query in QUERIES)
+            for server in self._edge.logs.values()
+            if server.up
+        }
+        return not self._in_trouble and len(copies) == 1
+
     def _lose_log(self) -> None:
-        """A log server restarts empty, unless it alone has the definitions; perhaps the data cluster dies, too."""
+        """A log server restarts empty, if all have definitions and progress; perhaps the data cluster dies, too."""
         server = self._server()
         others = [each for each in self._edge.logs.values() if each is not server]
-        if server is None or not all(each.up and each.hash(QUERIES_KEY) for each in others):
+        if server is None or not all(each.up and each.hash(QUERIES_KEY) for each in others) or not self._has_copies():
             return
         self._stop(server, None)
         if self._random.random() < 0.5:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset, Field
-from dynamoth.data.progress import begin_progress_command, query_server
+from dynamoth.data.progress import begin_progress_command
 from dynamoth.data.queries import Parameter, StandingQuery
 from dynamoth.data.records import parse_records, partition_keys, partition_name, partition_server
 from dynamoth.edge.interests import Interest, query_interest
@@ -106,8 +106,8 @@ class DataWorld(EdgeWorld):
         datasets = {each.name: each for each in DATASETS}
         for query in QUERIES:
             offsets = dict.fromkeys(partitions(datasets[query.on]), 0)
-            server = self.logs[query_server(query.name, tuple(self.logs))]
-            self.execute(server, begin_progress_command(query.name, {"tick_ms": 0, "offsets": offsets}))
+            for server in self.logs.values():
+                self.execute(server, begin_progress_command(query.name, {"tick_ms": 0, "offsets": offsets}))
 
     @staticmethod
     def execute(server: RedisServer, command: Sequence[Any]) -> Any:
