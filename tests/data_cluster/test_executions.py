@@ -397,19 +397,26 @@ def test_a_former_data_cluster_changes_no_window_of_one_with_the_same_folder(
 ) -> None:
     """It hangs while it waits for a tick, and goes on in the middle of the newer one's execution. Without Spark."""
     dataset, query = world.set_dataset(), world.set_query()
+
+    def accepts_all(*_: Any) -> list[Any]:
+        return []
+
     no_spark, rows = cast("Any", None), cast("Any", SimpleNamespace(sparkSession=None))
-    monkeypatch.setattr(CompiledQuery, "check", lambda *_: [])
+    monkeypatch.setattr(CompiledQuery, "check", accepts_all)
     hangs, goes_on, errors = threading.Event(), threading.Event(), list[BaseException]()
+
+    def finds_nothing(*_: Any) -> Counter[str]:
+        return Counter()
 
     def begun() -> Any:
         runner: Any = world.runner(world.context(no_spark), query, dataset)
-        monkeypatch.setattr(runner.executions, "run", lambda *_: Counter())
+        monkeypatch.setattr(runner.executions, "run", finds_nothing)
         runner._base = runner._prepared_checkpoint().execution
         return runner
 
     def hang(_tick_ms: int) -> None:
         hangs.set()
-        goes_on.wait()
+        goes_on.wait(TIMEOUT_S)
 
     def execute_as_the_former_one() -> None:
         try:
@@ -427,7 +434,7 @@ def test_a_former_data_cluster_changes_no_window_of_one_with_the_same_folder(
     world.append(dataset, *reports("fire", "a", "b"))
     former._execute(rows, 0)
     monkeypatch.setattr(former, "_wait_until", hang)
-    thread = threading.Thread(target=execute_as_the_former_one)
+    thread = threading.Thread(target=execute_as_the_former_one, daemon=True)
     thread.start()
     assert hangs.wait(TIMEOUT_S)
     newer = begun()
@@ -435,7 +442,7 @@ def test_a_former_data_cluster_changes_no_window_of_one_with_the_same_folder(
     world.append(dataset, *reports("fire", "e"))
     newer._execute(rows, 1)
     assert errors, "it is refused"
-    monkeypatch.setattr(newer.executions, "run", lambda *_: Counter())
+    monkeypatch.setattr(newer.executions, "run", finds_nothing)
     world.append(dataset, *reports("fire", "f"))
     newer._execute(rows, 2)
     written = world.executions("of_type")

@@ -233,7 +233,10 @@ def two_queries(world: World) -> tuple[str, str]:
 def test_a_query_that_cannot_be_started_holds_up_no_other_one(
     driver: SparkSession, world: World, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ClusterContext, "table_folder", lambda self, query: self.folder / "interests" / query)
+    def table_folder(self: ClusterContext, query: str) -> Path:
+        return self.folder / "interests" / query
+
+    monkeypatch.setattr(ClusterContext, "table_folder", table_folder)
     dataset, (name, other) = world.set_dataset(), two_queries(world)
     interest = world.register(other, {"type": "fire"})
     damaged = world.folder / kind / name

@@ -502,7 +502,7 @@ def test_what_cannot_be_executed_is_refused_with_the_reason(sql: str, words: str
 @pytest.mark.parametrize("samples", [[], ["reports=nothing.jsonl"]])
 def test_a_query_is_tried_with_the_datasets_of_its_file(samples: list[str]) -> None:
     query = read_query("q", {"on": "reports", "period_s": 10, "sql": "SELECT r.id FROM reports r"})
-    given = SimpleNamespace(queries={"q": query}, datasets={})
+    given: Any = SimpleNamespace(queries={"q": query}, datasets={})
     with pytest.raises(ConfigError, match=r"'reports', which the file does not have: copy its \[datasets\.reports\]"):
         try_query(given, argparse.Namespace(name="q", sample=samples, params=[], json=False))
 

@@ -527,7 +527,7 @@ def _bytes_of(payload: object) -> bytes:
     if isinstance(payload, str):
         return payload.encode()
     if isinstance(payload, bytes | bytearray | memoryview):
-        return bytes(payload)
+        return bytes(cast("bytes", payload))
     raise TypeError(f"a payload is text or bytes, not {type(payload).__name__}: json.dumps makes text of an object")
 
 
