@@ -376,6 +376,21 @@ def test_a_query_that_reads_another_dataset_now_begins_there_at_its_end(driver: 
     assert world.ids(interest) == ["a", "b"]
 
 
+def test_a_result_set_that_is_too_large_is_an_error(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query(result_bytes_max=1024)
+    large, small = (world.register("of_type", {"type": each}) for each in ("fire", "flood"))
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", *(f"{number:020d}" for number in range(50))), *reports("flood", "w"))
+        until(lambda: world.log(large) and world.log(small), runner)
+    (found,) = world.log(large)
+    assert "rows" not in found
+    assert found["error"].startswith("the result set has 50 rows and ")
+    assert world.ids(small) == ["w"]
+    assert world.executions("of_type")[0]["too_large"] == 1
+
+
 def test_a_former_data_cluster_is_refused(driver: SparkSession, world: World) -> None:
     dataset, query = world.set_dataset(), world.set_query()
     interest = world.register("of_type", {"type": "fire"})

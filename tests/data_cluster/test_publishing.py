@@ -32,9 +32,10 @@ def publisher(world: World, **settings: Any) -> ResultPublisher:
 
 def publish(how: ResultPublisher, *results: tuple[str, int, str]) -> dict[str, int]:
     """Publish results (interest, rows, JSON), one batch each; return the counts."""
-    names = ("interest", "rows", "result")
+    names = ("interest", "rows", "result", "bytes")
     batches = [
-        arrow.RecordBatch.from_pydict({name: [each] for name, each in zip(names, r, strict=True)}) for r in results
+        arrow.RecordBatch.from_pydict({name: [each] for name, each in zip(names, (*r, len(r[2])), strict=True)})
+        for r in results
     ]
     (counts,) = how.publish(batches)
     return {name: column[0] for name, column in counts.to_pydict().items()}
@@ -147,7 +148,7 @@ def test_without_the_cluster_results_are_stored_and_brokers_find_them(world: Wor
 def test_many_result_sets_are_published_in_a_moment(world: World) -> None:
     ids = interests(10_000)
     batch = arrow.RecordBatch.from_pydict(
-        {"interest": ids, "rows": [1] * len(ids), "result": ['[{"id":"x"}]'] * len(ids)}
+        {"interest": ids, "rows": [1] * len(ids), "result": ['[{"id":"x"}]'] * len(ids), "bytes": [12] * len(ids)}
     )
     how = publisher(world)
     began = time.process_time()

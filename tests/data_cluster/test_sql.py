@@ -314,16 +314,31 @@ def test_all_interests_at_once_give_what_each_gives_alone(
     compiled = compile_query(query, DATASETS)
     expected = [alone(spark, query, values) for values in interests]
     assert any(expected), "the data has something for these interests"
-    for each in (compiled, compiled.without_grids()) if compiled.tree != compiled.exact_tree else (compiled,):
-        results = {row["interest"]: row for row in each.run(spark, views, table, 0).collect()}
+    for each, bytes_max in ((compiled, None), (compiled.without_grids(), 2**20)):
+        results = {row["interest"]: row for row in each.run(spark, views, table, 0, bytes_max).collect()}
         for number, rows_expected in enumerate(expected):
             row = results.get(f"i{number}")
             rows_found = [] if row is None else json.loads(row["result"])
-            assert row is None or row["rows"] == len(rows_found)
+            assert row is None or (row["rows"], row["bytes"]) == (len(rows_found), len(row["result"].encode()))
             if compiled.order:
                 assert rows_found == rows_expected
             else:
                 assert sorted(rows_found, key=json.dumps) == sorted(rows_expected, key=json.dumps), interests[number]
+
+
+def test_rows_of_a_result_set_that_is_too_large_are_not_gathered(
+    spark: SparkSession, views: dict[str, DataFrame]
+) -> None:
+    sql = "SELECT r.id, concat('\u00e4', r.type) AS text, array(r.type) AS types FROM reports r WHERE r.id < :n"
+    query = read_query("q", {"on": "reports", "period_s": 10, **query_of(sql, n="int")})
+    table = spark.createDataFrame([("few", 4), ("some", 5), ("many", 60)], interest_schema(query))
+    compiled = compile_query(query, DATASETS)
+    whole = {row["interest"]: row for row in compiled.run(spark, views, table, 0).collect()}
+    bytes_max = whole["some"]["bytes"]
+    cut = {row["interest"]: row for row in compiled.run(spark, views, table, 0, bytes_max).collect()}
+    assert {name: cut[name] for name in ("few", "some")} == {name: whole[name] for name in ("few", "some")}
+    assert (cut["many"]["rows"], cut["many"]["result"]) == (whole["many"]["rows"], None)
+    assert bytes_max < cut["many"]["bytes"] <= whole["many"]["bytes"]
 
 
 def test_aggregates_are_those_of_spark(spark: SparkSession) -> None:

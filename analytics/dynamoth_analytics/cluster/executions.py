@@ -28,7 +28,7 @@ from dynamoth_analytics.cluster.interest_table import InterestTable, table_schem
 from dynamoth_analytics.cluster.outdated import OutdatedInterests
 from dynamoth_analytics.cluster.publishing import COUNTS_SCHEMA
 from dynamoth_analytics.cluster.small_windows import PAIRS_MAX, ROWS_MAX, SETTINGS, Table, pairs
-from dynamoth_analytics.cluster.sql.compiled import compile_query
+from dynamoth_analytics.cluster.sql.compiled import compile_query, without_large
 from dynamoth_analytics.cluster.sql.schema import INTEREST
 from dynamoth_analytics.cluster.storage.batches import record_schema
 
@@ -94,6 +94,7 @@ class Executions:
         else:
             has_grids = pairs(tables, interests_count) > PAIRS_MAX
             results = self._small(spark, end["tick_ms"], interests, tables, has_grids=has_grids)
+        results = without_large(results, query.result_bytes_max)
         for row in results.mapInArrow(publisher.publish, COUNTS_SCHEMA).collect():
             counts.update(row.asDict())
         return counts
@@ -112,7 +113,8 @@ class Executions:
         views[self._query.on], are_all = self._records(spark, window)
         if are_all:  # each task joins its own interests with all of them, and no row moves to another task
             interests = interests.repartition(int(str(spark.conf.get(PARTITIONS))), INTEREST)
-        return self._compiled.run(spark, views, interests, window.end["tick_ms"])
+        bytes_max = None if are_all else self._query.result_bytes_max
+        return self._compiled.run(spark, views, interests, window.end["tick_ms"], bytes_max)
 
     def _table_view(self, spark: SparkSession, name: str, table: Table) -> DataFrame:
         """Return a table that the driver has read."""

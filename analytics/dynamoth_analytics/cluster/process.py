@@ -44,6 +44,10 @@ UPKEEP_S = 60.0
 WATCH_S = 10.0
 """It is checked this often whether queries are stalled."""
 
+RESULT_SETS_MAX = 8
+BATCH_BYTES_MAX = 32 * 2**20
+"""Result sets that a task gathers at once, before it sorts rows by interest; bytes that a worker gets at once."""
+
 JAVA_OPTIONS = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000"
     " -XX:Tier4CompileThreshold=150000 -XX:Tier4BackEdgeThreshold=400000"
@@ -114,6 +118,9 @@ def _run_with_spark(config: DataClusterConfig) -> int:
             spark.dataSource.register(DynamothSource)
             # A file that is missing is a failure here: without it, an execution would have other rows.
             spark.conf.set("spark.sql.files.ignoreMissingFiles", "false")
+            # Result sets may be large, and many: a task has few of them in memory, and a worker one batch.
+            spark.conf.set("spark.sql.objectHashAggregate.sortBased.fallbackThreshold", RESULT_SETS_MAX)
+            spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", BATCH_BYTES_MAX)
             # Windows are small: each partition of a shuffle costs more than what is in it.
             spark.conf.set("spark.sql.shuffle.partitions", 2 * spark.sparkContext.defaultParallelism)
             codes.append(asyncio.run(_run(config, spark, folder)))

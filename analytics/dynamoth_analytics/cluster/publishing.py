@@ -76,7 +76,7 @@ class ResultPublisher:
     overtaken: list[str] = field(default_factory=list[str], compare=False)
 
     def publish(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Publish Arrow batches with the columns interest, rows and result; yield one batch of ``COUNTS_SCHEMA``.
+        """Publish Arrow batches with the columns of ``without_large``; yield one batch of ``COUNTS_SCHEMA``.
 
         Raises as ``publish_payloads``.
         """
@@ -86,10 +86,10 @@ class ResultPublisher:
 
         def payloads() -> Iterator[tuple[str, bytes]]:
             for batch in batches:
-                columns = (batch.column(name).to_pylist() for name in ("interest", "rows", "result"))
-                for interest, rows, result in zip(*columns, strict=True):
+                columns = (batch.column(name).to_pylist() for name in ("interest", "rows", "result", "bytes"))
+                for interest, rows, result, size in zip(*columns, strict=True):
                     counts["rows"] += rows
-                    yield interest, self._payload(rows, result, counts)
+                    yield interest, self._payload(rows, result, size, counts)
 
         counts.update(self.publish_payloads(payloads()))
         yield arrow.RecordBatch.from_pydict({name: [counts[name]] for name in COUNTS})
@@ -119,12 +119,13 @@ class ResultPublisher:
         counts["unpublished"] += sum(each.result() for each in published)
         return counts
 
-    def _payload(self, rows: int, result: str, counts: Counter[str]) -> bytes:
-        payload = result_payload(self.query, self.version, self.execution, self.tick_ms, result)
-        if len(payload) <= self.result_bytes_max:
-            return payload
+    def _payload(self, rows: int, result: str | None, size: int, counts: Counter[str]) -> bytes:
+        if result is not None:
+            payload = result_payload(self.query, self.version, self.execution, self.tick_ms, result)
+            size = len(payload)
+            if size <= self.result_bytes_max:
+                return payload
         counts["too_large"] += 1
-        size = len(payload)
         return too_large_payload(
             self.query, self.version, self.execution, self.tick_ms, rows, size, self.result_bytes_max
         )

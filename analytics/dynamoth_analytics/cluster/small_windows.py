@@ -35,8 +35,11 @@ from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots, Snapsho
 from dynamoth_analytics.files import arrow, parquet
 
 RECORDS_MAX = 20_000
+RECORD_BYTES_MAX = 8 * 2**20
+"""New records of a small window, and their bytes in memory: a result set may have all of them."""
+
 BYTES_MAX = 32 * 2**20
-"""Records of a small window, and bytes of each of its tables: in memory, or in Parquet files without compression."""
+"""Bytes of each other table of a small window: in memory, or in Parquet files without compression."""
 
 ROWS_MAX = 50_000
 """Rows of each other table of a small window: keys, interests, rows of static datasets."""
@@ -124,9 +127,11 @@ class SmallWindows:
         return folder
 
     def _records(self, dataset: Dataset, window: Window) -> Any:
-        return self._read(dataset, window.start["offsets"], window.end["offsets"], RECORDS_MAX)
+        return self._read(dataset, window.start["offsets"], window.end["offsets"], RECORDS_MAX, RECORD_BYTES_MAX)
 
-    def _read(self, dataset: Dataset, start: Mapping[str, int], end: Mapping[str, int], records_max: int) -> Any:
+    def _read(
+        self, dataset: Dataset, start: Mapping[str, int], end: Mapping[str, int], records_max: int, bytes_max: int
+    ) -> Any:
         """Return the records between offsets as an Arrow table; None: there are too many."""
         states = self._servers.states({dataset.stream: dataset.partitions})
         names = partition_names(dataset)
@@ -141,7 +146,7 @@ class SmallWindows:
             for batch in read_range(self._servers, dataset, number, after, until, self._archive):
                 batches.append(batch)
                 size += batch.nbytes
-                if size > BYTES_MAX:
+                if size > bytes_max:
                     return None
         return arrow.Table.from_batches(batches, schema=record_schema(dataset))
 
@@ -160,7 +165,7 @@ class SmallWindows:
             own = own_offsets(dataset, end)
             if newest is not None and newest.offsets == own:
                 return newest.rows
-            changes = None if newest is None else self._read(dataset, newest.offsets, end, CHANGES_MAX)
+            changes = None if newest is None else self._read(dataset, newest.offsets, end, CHANGES_MAX, BYTES_MAX)
             if newest is None or changes is None:
                 return None
             snapshot = _Snapshot(own, _latest(arrow.concat_tables([newest.rows, changes]), dataset.key))

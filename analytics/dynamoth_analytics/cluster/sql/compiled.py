@@ -27,8 +27,9 @@ from datetime import UTC, datetime
 
 import sqlglot
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, MapType, StringType, StructField, StructType
 from sqlglot import exp
 
 from dynamoth.data.datasets import Dataset
@@ -38,6 +39,9 @@ from dynamoth_analytics.cluster.sql.compiler import Compiler, Ordering
 from dynamoth_analytics.cluster.sql.dialect import StandingSql
 from dynamoth_analytics.cluster.sql.schema import INTEREST, INTERESTS, interest_schema, view_schema
 from dynamoth_analytics.cluster.sql.statement import TICK, refusal
+
+FOUND, ROWS, BYTES = "_found", "_rows", "_bytes"
+"""Columns beside those of the interest and of the query."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +61,42 @@ class CompiledQuery:
         """Return the query that compares all pairs of rows where this one joins by the cells of grids."""
         return replace(self, tree=self.exact_tree)
 
-    def run(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> DataFrame:
-        """Return the result sets: columns interest, rows and result, a JSON array; none of interests without rows.
+    def run(
+        self,
+        spark: SparkSession,
+        views: Mapping[str, DataFrame],
+        interests: DataFrame,
+        tick_ms: int,
+        gathered_bytes_max: int | None = None,
+    ) -> DataFrame:
+        """Return the result sets of the interests that have rows.
 
         Args:
             spark: the session; temporary views of it are replaced.
             views: the rows of each dataset, by name.
             interests: the interest table.
             tick_ms: time of the execution.
+            gathered_bytes_max: how much a result set may take. The rows of a larger one are not gathered in memory: its
+                result is NULL, and its size a lower bound. None: all are gathered, which takes less time.
+
+        Returns:
+            The columns interest, rows (their number), result (a JSON array of them) and bytes (of that array).
 
         """
         rows = spark.sql(self.sql(spark, views, interests, tick_ms))
-        columns = [name for name in rows.columns if name != INTEREST]
-        found = self._sorted(columns) if self.order else F.array_sort(F.collect_list(_row(columns)))
-        grouped = rows.groupBy(INTEREST).agg(found.alias("found"))
-        return grouped.select(
-            F.col(INTEREST).alias("interest"), F.size("found").alias("rows"), F.to_json("found").alias("result")
+        columns = [field for field in rows.schema.fields if field.name != INTEREST]
+        names = [field.name for field in columns]
+        if gathered_bytes_max is None:
+            found = rows.groupBy(INTEREST).agg(self._gathered(names, "true").alias(FOUND))
+            return _results(found.withColumn(ROWS, F.size(FOUND)), F.to_json(FOUND), F.lit(0))
+        until_here = Window.partitionBy(INTEREST).orderBy(INTEREST).rowsBetween(Window.unboundedPreceding, 0)
+        counted = rows.withColumn(BYTES, F.sum(_bytes_at_least(columns)).over(until_here))
+        found = counted.groupBy(INTEREST).agg(
+            F.count("*").cast("int").alias(ROWS),
+            F.max(BYTES).alias(BYTES),
+            self._gathered(names, f"{BYTES} <= {gathered_bytes_max}").alias(FOUND),
         )
+        return _results(found, F.when(F.col(BYTES) <= gathered_bytes_max, F.to_json(FOUND)), F.col(BYTES))
 
     def sql(self, spark: SparkSession, views: Mapping[str, DataFrame], interests: DataFrame, tick_ms: int) -> str:
         """Return the statement, over temporary views that are made."""
@@ -95,8 +118,12 @@ class CompiledQuery:
     def _view(self, name: str) -> str:
         return f"_{len(self.query.name)}_{self.query.name}_{name}"  # no two pairs of names give the same
 
-    def _sorted(self, columns: Sequence[str]) -> Column:
-        """Return rows by the query's own order, and then by all columns."""
+    def _gathered(self, columns: Sequence[str], condition: str) -> Column:
+        """Return the rows for which a condition holds, by the query's own order, and then by all columns."""
+        row = f"struct({', '.join(map(_quoted, columns))})"
+        rows = f"collect_list({row}) FILTER (WHERE {condition})"
+        if not self.order:
+            return F.expr(f"array_sort({rows})")
         tests: list[str] = []
         for name, is_descending, has_nulls_first in (*self.order, *(Ordering(name, False, True) for name in columns)):
             a, b = f"a.{_quoted(name)}", f"b.{_quoted(name)}"
@@ -108,8 +135,7 @@ class CompiledQuery:
                 f"WHEN {a} < {b} THEN {less}",
                 f"WHEN {a} > {b} THEN {more}",
             ]
-        row = f"struct({', '.join(map(_quoted, columns))})"
-        return F.expr(f"array_sort(collect_list({row}), (a, b) -> CASE {' '.join(tests)} ELSE 0 END)")
+        return F.expr(f"array_sort({rows}, (a, b) -> CASE {' '.join(tests)} ELSE 0 END)")
 
     def check(self, spark: SparkSession, datasets: Mapping[str, Dataset]) -> list[str]:
         """Have Spark analyse the query on empty tables; return the names of the result columns. Raises ConfigError."""
@@ -123,6 +149,11 @@ class CompiledQuery:
         return [name for name in columns if name != INTEREST]
 
 
+def without_large(results: DataFrame, bytes_max: int) -> DataFrame:
+    """Return result sets with NULL in place of a result of more than ``bytes_max``: a worker gets many in a batch."""
+    return results.withColumn("result", F.when(F.col("bytes") <= bytes_max, F.col("result")))
+
+
 def compile_query(query: StandingQuery, datasets: Mapping[str, Dataset]) -> CompiledQuery:
     """Compile the SQL of a query. Raises ConfigError, which names cause and cure."""
     compiler = Compiler(query, datasets)
@@ -130,8 +161,27 @@ def compile_query(query: StandingQuery, datasets: Mapping[str, Dataset]) -> Comp
     return CompiledQuery(query, compiler.tree, compiler.exact_tree, compiler.order, tuple(compiler.warnings))
 
 
-def _row(columns: Sequence[str]) -> Column:
-    return F.struct(*(F.col(_quoted(name)) for name in columns))
+def _results(found: DataFrame, result: Column, bytes_at_least: Column) -> DataFrame:
+    results = found.select(
+        F.col(INTEREST).alias("interest"),
+        F.col(ROWS).alias("rows"),
+        result.alias("result"),
+        bytes_at_least.alias(BYTES),
+    )
+    size = F.coalesce(F.octet_length("result"), BYTES).cast("long").alias("bytes")
+    return results.select("interest", "rows", "result", size)
+
+
+def _bytes_at_least(columns: Sequence[StructField]) -> Column:
+    """Return how many bytes the JSON of a row has at least: those of its texts, and of what has texts."""
+    size = F.lit(2)
+    for field in columns:
+        value = F.col(_quoted(field.name))
+        if isinstance(field.dataType, StringType):
+            size += F.coalesce(F.octet_length(value), F.lit(0))
+        elif isinstance(field.dataType, ArrayType | MapType | StructType):
+            size += F.coalesce(F.octet_length(F.to_json(F.struct(value))), F.lit(0))
+    return size.cast("long")
 
 
 def _quoted(name: str) -> str:
