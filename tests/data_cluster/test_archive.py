@@ -327,8 +327,12 @@ def test_a_server_that_gives_offsets_again_is_neither_archived_nor_trimmed(world
         records = [(json.dumps(each).encode(), each["id"]) for each in reports("a", *ids)]
         durable.run(server, append_records_command(dataset, 0, records, ""))
 
+    offsets_again: dict[str, str] = {}
+
     def archive(hot_records: int = 1) -> int:
-        return Archiver(durable, tmp_path, hot_records).archive(durable.catalog())
+        archiver = Archiver(durable, tmp_path, hot_records)
+        archiver.offsets_again = offsets_again
+        return archiver.archive(durable.catalog())
 
     keep("1", "2")
     older = durable.run_all(server, ((b"DUMP", key) for key in keys))
@@ -343,10 +347,12 @@ def test_a_server_that_gives_offsets_again_is_neither_archived_nor_trimmed(world
             keep("6", "7")
         with pytest.raises(ArchivingFailed, match="gives offsets again"):
             archive()
+        assert [*offsets_again] == ["reports/0"]
     assert ids_between(world, dataset, 0, tip(world), None) == list("12567"), "nothing is trimmed"
     durable.run(server, (b"DEL", *keys))  # as the error says
     keep("5", "6", "7")
     assert archive() == 3
+    assert not offsets_again
     assert ids_between(world, dataset, 0, tip(world), tmp_path) == list("1234567")
 
 

@@ -391,6 +391,21 @@ def test_a_result_set_that_is_too_large_is_an_error(driver: SparkSession, world:
     assert world.executions("of_type")[0]["too_large"] == 1
 
 
+def test_a_query_on_offsets_that_are_given_again_fails_until_that_is_mended(driver: SparkSession, world: World) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    again = {"reports/1": "log server l1 gives offsets again"}
+    runner = world.runner(replace(world.context(driver), offsets_again=again), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        world.append(dataset, *reports("fire", "a", "b"))
+        until(lambda: runner.is_failing, runner)
+        assert runner.status.reason.startswith("reports/1: log server l1 gives offsets again, and then")
+        assert not world.log(interest)
+        again.clear()
+        until(lambda: len(world.ids(interest)) == 2, runner)
+
+
 def test_a_former_data_cluster_is_refused(driver: SparkSession, world: World) -> None:
     dataset, query = world.set_dataset(), world.set_query()
     interest = world.register("of_type", {"type": "fire"})

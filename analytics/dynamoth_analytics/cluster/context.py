@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pyspark.sql import SparkSession
 
+from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import (
     Progress,
     QueryStatus,
@@ -27,11 +29,13 @@ from dynamoth.data.progress import (
     store_status_command,
 )
 from dynamoth.data.queries import StandingQuery
+from dynamoth.data.records import partition_names
 from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.publishing import ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
 from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.storage.checkpoints import CheckpointFolder
+from dynamoth_analytics.cluster.storage.reading import RecordsLost
 from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 
 _log = logging.getLogger("dynamoth.data-cluster")
@@ -53,6 +57,8 @@ class ClusterContext:
     small_windows: SmallWindows
     #: Appends to a log server that fails are tried again for this time.
     append_retry_s: float = publishing.RETRY_S_MAX
+    #: Partitions whose offsets stand for other records than before, and what to do about it.
+    offsets_again: Mapping[str, str] = field(default_factory=dict[str, str])
     #: Set when a newer data cluster was met: this one has to end.
     fenced: threading.Event = field(default_factory=threading.Event)
     #: Set when this data cluster begins to end.
@@ -86,6 +92,12 @@ class ClusterContext:
     def journal(self) -> Path:
         """The folder of the journal of executions."""
         return self.folder / "executions"
+
+    def check_offsets(self, datasets: Iterable[Dataset]) -> None:
+        """Raise RecordsLost where offsets of a dataset stand for other records than before: a query would miss some."""
+        for name in (name for dataset in datasets for name in partition_names(dataset)):
+            if reason := self.offsets_again.get(name):
+                raise RecordsLost(f"{name}: {reason}, and then `dynamoth query restart` the query")
 
     # What is stored about a query.
 

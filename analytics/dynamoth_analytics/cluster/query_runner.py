@@ -295,6 +295,7 @@ class QueryRunner:
             window = self._next_window(batch)
             with self._executing:
                 self._check_stopping()
+                self._context.check_offsets(self.datasets.values())
                 self._execution = self._base + batch + 1
                 self._begin_window(batch, window)
                 self._execute_window(rows.sparkSession, self._execution, window)

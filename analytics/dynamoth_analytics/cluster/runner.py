@@ -218,7 +218,7 @@ class ClusterRunner:
             _log.warning("%s", doubt)
         return ClusterContext(
             self._spark, self._servers, self._cluster_url, self._folder, term, self._ttl_s, snapshots,
-            SmallWindows(self._servers, self._folder, snapshots, term),
+            SmallWindows(self._servers, self._folder, snapshots, term), offsets_again=self.archiver.offsets_again,
         )  # fmt: skip
 
     def _check_term(self, context: ClusterContext, server: str | None = None) -> None:

@@ -11,7 +11,7 @@ term is checked after records were read: right before their file is put in place
 
 A log server that was restored from an older copy, and counts as durable, gives offsets again that the archive has for
 other records. Whatever is stored there then would be taken for archived, and trimmed. So the last archived record is
-compared with that of the stream before (``_check_offsets``).
+compared with that of the stream before (``_offsets_again``). Queries on such a partition fail, too.
 
 The small files of past days are merged (``merging``), and old days are deleted if so configured: before anything is
 written, so that a full disk gets room.
@@ -96,6 +96,8 @@ class Archiver:
         self._positions: dict[str, int] = {}
         #: When the last archived record of each partition was stored; None: its file cannot be read, or there is none.
         self._arrived: dict[str, datetime | None] = {}
+        #: Partitions whose servers give offsets again, and what to do about it.
+        self.offsets_again: dict[str, str] = {}
         #: Days whose files are merged.
         self._merged: set[Path] = set()
         #: Days that are older than this are deleted, those of the archive only where nobody needs them; 0: none is.
@@ -229,7 +231,10 @@ class Archiver:
         if name not in self._positions:
             self._arrived[name] = last_arrived(self._folder, dataset.name, partition)
             self._positions[name] = last_archived(self._folder, dataset.name, partition)
-        self._check_offsets(name)
+        if reason := self._offsets_again(name):
+            self.offsets_again[name] = reason
+            raise ArchivingFailed(reason)
+        self.offsets_again.pop(name, None)
         for before, batches in self._files(dataset, partition):
             first, last = batches[0].column(OFFSET)[0].as_py(), batches[-1].column(OFFSET)[-1].as_py()
             day = self._folder / dataset.name / f"date={datetime.now(UTC):%Y-%m-%d}"
@@ -241,25 +246,26 @@ class Archiver:
             self.records += sum(map(len, batches))
         self._trim(dataset, name)
 
-    def _check_offsets(self, name: str) -> None:
-        """Raise ArchivingFailed where the server of a partition gives offsets again that the archive has.
+    def _offsets_again(self, name: str) -> str:
+        """Return what to do where the server of a partition gives offsets again that the archive has; else nothing.
 
         Only a server that counts as durable goes on behind its last record when it comes back; others go on behind all
         offsets that were ever given.
         """
         position, arrived, server = self._positions[name], self._arrived[name], self._servers.server_of(name)
         if not position or not self._servers.durable:
-            return
+            return ""
         at_end = parse_records(self._servers.run(server, range_command(name, position - 1, position, 1)))
         offset = read_state(self._servers, name).offset
         is_other = bool(at_end) and arrived is not None and at_end[0].arrived_ms != _milliseconds(arrived)
-        if is_other or 0 < offset < position:
-            keys = partition_keys(name)[0].decode().removesuffix("meta") + "*"
-            raise ArchivingFailed(
-                f"log server {server} gives offsets again that the archive has: was an older copy restored? Bring its"
-                f" latest files back; or save what is new (`dynamoth dataset tail`), delete {keys} there, and store"
-                " that again"
-            )
+        if not is_other and not 0 < offset < position:
+            return ""
+        keys = partition_keys(name)[0].decode().removesuffix("meta") + "*"
+        return (
+            f"log server {server} gives offsets again that the archive has: was an older copy restored? Bring its"
+            f" latest files back; or save what is new (`dynamoth dataset tail`), delete {keys} there, and store"
+            " that again"
+        )
 
     def _files(self, dataset: Dataset, partition: int) -> Iterator[tuple[int, list[Any]]]:
         """Yield the contents of each new file: up to which offset other files have all records, and its batches."""
