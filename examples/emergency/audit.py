@@ -50,6 +50,9 @@ P50_S = 1.5
 P99_S = 3.0
 """What an execution and its delivery may take behind the wait for a tick, of half of the reports, and of 99%."""
 
+PERIODS_JUDGED = 5
+"""Reports of fewer periods say little about how long others wait for the end of theirs."""
+
 SHOWN_FAULTS = 20
 PAGE = 10_000
 
@@ -208,22 +211,26 @@ def _latencies(
     """Return the time from a report to the handler by the period of queries, in seconds.
 
     Reports of an outage, and those of the period before it, which were not executed yet, count apart. The others are
-    ``quick`` if half of them take half a period and ``P50_S`` at most, and 99% a period and ``P99_S``.
+    ``quick`` if half of them take half a period and ``P50_S`` at most, and 99% a period and ``P99_S``; that is judged
+    where they are of ``PERIODS_JUDGED`` periods at least, as those of a part of a period are not spread over it.
     """
     names = {interest.id: interest.query for interest, _ in interests}
     by_period: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    periods: dict[int, set[int]] = defaultdict(set)
     for entries in journals:
         for query, values in latencies_ms(entries, names).items():
             period_s: int = queries[query]["period_s"]
             for at_ms, latency_ms in values:
                 is_outage = any(begin - period_s <= at_ms / 1000 <= end for begin, end in outages)
                 by_period[period_s, is_outage].append(latency_ms)
+                if not is_outage:
+                    periods[period_s].add(int(at_ms / 1000 // period_s))
     figures: dict[str, Any] = {}
     for period_s, is_outage in sorted(by_period):
         ordered = sorted(by_period[period_s, is_outage])
         p50_s, p99_s = (round(quantile(ordered, part) / 1000, 2) for part in (0.5, 0.99))
         own = {"count": len(ordered), "p50": p50_s, "p99": p99_s, "max": round(ordered[-1] / 1000, 2)}
-        if not is_outage:
+        if not is_outage and len(periods[period_s]) >= PERIODS_JUDGED:
             own["quick"] = p50_s <= period_s / 2 + P50_S and p99_s <= period_s + P99_S
         figures[f"{period_s} s" + ", outages" * is_outage] = own
     return figures
