@@ -172,10 +172,14 @@ def _tail(arguments: argparse.Namespace) -> None:
             sys.stdout.write(value.decode() + "\n")
         elif arguments.action == "dead":
             letter = json.loads(value)
-            source, record = letter["source"], letter["record"][:200]
-            _print([f"{ago(arrived_ms):>8} ago  {letter['reason']}  (from {source})  {record}"])
+            text = f"{letter['reason']}  (from {letter['source']})  {letter['record'][:200]}"
+            _print([f"{ago(arrived_ms):>8} ago  {_one_line(text)}"])
         else:
             _print([f"{ago(arrived_ms):>8} ago  {value.decode()}"])
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n")  # others have written it, and it is to look like no line of ours
 
 
 # Loading.
