@@ -234,7 +234,7 @@ def test_refused_records_are_named_counted_and_kept_aside(console: Console) -> N
 def test_a_dead_letter_is_one_line(console: Console) -> None:
     """Others choose what is in it, so it could look like another one."""
     console.set()
-    file = console.write("id,size\nb,big\n", "some\n 5 s ago  refused.csv")
+    file = console.write("id,type,size\nb,fire,big\n", "some\n 5 s ago  refused.csv")
     assert main(["dataset", "load", "reports", file, "--logs", " ".join(f"{k}={v}" for k, v in console.urls.items())])
     console.capture.readouterr()
     (line,) = console.run("dataset", "dead", "reports").splitlines()
