@@ -21,7 +21,7 @@ def too_large_payload(
     query: str, version: int, execution: int, until_ms: int, rows: int, size: int, size_max: int
 ) -> bytes:
     """Return the payload that replaces a result set that has more bytes than the query allows."""
-    error = f"the result set has {rows} rows and {size} bytes, and result_bytes_max of the query is {size_max}"
+    error = f"the result set has {rows} rows and at least {size} bytes, and result_bytes_max of the query is {size_max}"
     return (_head(query, version, execution, until_ms) + f',"error":{json.dumps(error)}}}').encode()
 
 

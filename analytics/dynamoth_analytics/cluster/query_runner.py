@@ -131,7 +131,7 @@ class QueryRunner:
         return self.status.state == "stalled"
 
     def watch(self, now: float) -> None:
-        """Find out whether the query is stalled, and show it. Spark is not asked, as it may hang.
+        """Find out whether the query is stalled, and show it. It does not ask Spark, which may hang.
 
         ``now`` is the time of a clock that only grows, in seconds. Raises LogServerFailed.
         """
