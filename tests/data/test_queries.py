@@ -122,7 +122,9 @@ def test_a_result_set_is_json() -> None:
     assert result_payload("near", 2, 7, 1_700_000_000_250, '[{"id":1}]') == (
         b'{"query":"near","version":2,"execution":7,"until":"2023-11-14T22:13:20.250Z","rows":[{"id":1}]}'
     )
-    assert b'"error":"the result set has 9 rows and at least 5000 bytes' in too_large_payload("near", 2, 7, 0, 9, 5000, 1024)
+    assert b'"error":"the result set has 9 rows and at least 5000 bytes' in too_large_payload(
+        "near", 2, 7, 0, 9, 5000, 1024
+    )
     head = b'{"query":"near","version":3,"execution":8,"until":"1970-01-01T00:00:00.250Z"'
     changed = changed_payload("near", 3, 8, 250, "x")
     assert changed == head + b',"error":"the query has changed: subscribe again: x"}'
