@@ -203,3 +203,28 @@ def test_relief_with_few_candidates_does_what_these_allow() -> None:
     few = build_model(totals, [replace(answer, users=answer.users[:3])])
     plan = relieve(few, Scheme.LOAD, ReliefLimits(cov_max=0.0, ratio_mean_min=0.0))
     assert len(plan.moves) == 3 and [broker.load for broker in few.brokers.values()] == [68, 12]
+
+
+def average_for_moves(fleet: Fleet) -> float:
+    """Return the average that moves go by."""
+    return fleet.for_moves(10.0).brokers["a"].load
+
+
+def test_a_move_changes_the_part_of_an_average_that_shows_the_user() -> None:
+    fleet = Fleet(CoordinatorSettings(connection_bytes_per_s=0.0, slow_half_life_s=10.0))
+    fleet.report(replace(REPORT, load_bytes_per_s=0.0), 0.0)
+    fleet.report(replace(REPORT, load_bytes_per_s=80.0), 10.0)
+    assert average_for_moves(fleet) == 40.0, "half of the users are in the average"
+    for left in (30.0, 20.0, 10.0):
+        fleet.shift("a", -20.0)
+        assert average_for_moves(fleet) == pytest.approx(left), "a quarter of the load has moved away"
+    fleet.shift("a", 20.0)
+    assert average_for_moves(fleet) == pytest.approx(30.0), "a user that arrives shows at once"
+
+
+def test_a_move_changes_the_whole_of_an_average_that_shows_more_than_the_latest_report() -> None:
+    fleet = Fleet(CoordinatorSettings(connection_bytes_per_s=0.0, slow_half_life_s=10.0))
+    fleet.report(replace(REPORT, load_bytes_per_s=80.0), 0.0)
+    fleet.report(replace(REPORT, load_bytes_per_s=40.0), 10.0)
+    fleet.shift("a", -20.0)
+    assert average_for_moves(fleet) == 40.0

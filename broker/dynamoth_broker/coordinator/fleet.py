@@ -3,7 +3,8 @@
 Two averages are kept, with half-lives of some 10 and 60 s. Placement goes by the larger of the two, so that a broker
 whose load rises gets nobody; moves go by the slow one, so that a short peak moves nobody. When a user has moved, both
 averages change at once by what the move was predicted to change, else the slow one would show the old load for minutes
-and the next plan would move users for it again.
+and the next plan would move users for it again. An average that does not show all of the present load yet, as users are
+new, loses the same part of the user's load: else it would hide the load of those who stay.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class _Broker:
     #: Averages of F_j, in bytes/s.
     fast: float
     slow: float
+    #: The latest F_j, changed by the moves since, in bytes/s.
+    present: float
 
 
 class Fleet:
@@ -49,12 +52,12 @@ class Fleet:
             return False
         known, load = self._brokers.get(report.broker), report.load_bytes_per_s
         if known is None:
-            self._brokers[report.broker] = _Broker(report, now, load, load)
+            self._brokers[report.broker] = _Broker(report, now, load, load, load)
             return True
         age_s = max(0.0, now - known.heard_at)
         known.fast = _blend(known.fast, load, age_s, self._settings.fast_half_life_s)
         known.slow = _blend(known.slow, load, age_s, self._settings.slow_half_life_s)
-        known.report, known.heard_at = report, now
+        known.report, known.heard_at, known.present = report, now, load
         return True
 
     def forget(self, broker: str) -> None:
@@ -64,7 +67,9 @@ class Fleet:
     def shift(self, broker: str, load: float) -> None:
         """Change the averages of a broker by what a move changes, in bytes/s."""
         if (known := self._brokers.get(broker)) is not None:
-            known.fast, known.slow = max(0.0, known.fast + load), max(0.0, known.slow + load)
+            known.fast = _shifted(known.fast, load, known.present)
+            known.slow = _shifted(known.slow, load, known.present)
+            known.present = max(0.0, known.present + load)
 
     def standing(self, broker: str, now: float) -> Standing:
         """Return what a broker takes part in; SUSPECT for one that has never reported."""
@@ -113,6 +118,13 @@ def _blend(average: float, value: float, age_s: float, half_life_s: float) -> fl
     """Return an exponentially weighted average after another value."""
     weight: float = 0.5 ** (age_s / half_life_s)
     return value + (average - value) * weight
+
+
+def _shifted(average: float, load: float, present: float) -> float:
+    """Return an average after a change of the present load."""
+    if load < 0 and average < present:
+        load *= average / present
+    return max(0.0, average + load)
 
 
 def _is_plausible(report: BrokerReport) -> bool:
