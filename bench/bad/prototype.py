@@ -70,7 +70,6 @@ LEAD_S = 2.0
 LATE_S = 5.0
 """A report or an answer that is late by up to this counts, in real time."""
 
-DM = ("none", "LDM", "SDM")
 SCHEMES: Mapping[str, tuple[str, ...]] = {
     "none": ("--dry-run", "true"),
     "LDM": ("--scheme", "load", "--shuffle-cov-min", str(NEVER)),
