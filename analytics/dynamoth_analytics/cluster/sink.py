@@ -189,7 +189,7 @@ class BatchWriter(DataSourceWriter):
         self._sink = _sink(options, schema)
 
     def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
-        """Publish the rows of a task."""
+        """Publish the rows of a task. Raises SinkFailed and LogServerFailed: then the task has failed."""
         return self._sink.write(iterator, None)
 
 
@@ -200,7 +200,7 @@ class StreamWriter(DataSourceStreamWriter):
         self._sink = _sink(options, schema)
 
     def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
-        """Publish the rows of a task."""
+        """Publish the rows of a task. Raises SinkFailed and LogServerFailed: then the task has failed."""
         context = TaskContext.get()
         number = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
         if number is None:

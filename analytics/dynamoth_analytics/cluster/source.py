@@ -115,7 +115,10 @@ class _Place:
 
 
 class DynamothSource(DataSource):
-    """Registered as ``dynamoth``."""
+    """Registered as ``dynamoth``.
+
+    Its methods raise ConfigError (an option is wrong, or there is no such dataset) and LogServerFailed.
+    """
 
     @classmethod
     def name(cls) -> str:

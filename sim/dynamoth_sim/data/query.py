@@ -31,7 +31,7 @@ from dynamoth.data.records import (
     Record,
     parse_records,
     parse_state,
-    partition_name,
+    partition_names,
     partition_server,
     range_command,
     state_command,
@@ -212,8 +212,7 @@ class ModelQuery:
         return tips
 
     def _partitions(self) -> list[str]:
-        dataset = self._place.datasets[self._query.on]
-        return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
+        return partition_names(self._place.datasets[self._query.on])
 
     def _now_ms(self) -> Asking:
         latest = 0
