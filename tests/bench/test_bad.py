@@ -161,9 +161,9 @@ def test_the_prototype_has_about_the_paper_s_sizes_and_is_the_same_each_time() -
     assert 1900 <= one.subscriptions <= 2500 and 450 <= len(one.interests) <= 700
     assert 9_500 <= len(one.reports) <= 10_500
     for plan in one.users:
-        per_query = Counter(wish.query for wish in plan.wishes)
+        per_query = Counter(each.query for each in plan.subscriptions)
         assert 1 <= len(per_query) <= 5 and max(per_query.values()) <= 3
-        assert plan.login_at <= 240 <= plan.wishes[0].at and plan.wishes[-1].at <= 480
+        assert plan.login_at <= 240 <= plan.subscriptions[0].at and plan.subscriptions[-1].at <= 480
     assert all(200 <= report.size <= 700 for report in one.reports)
 
 
