@@ -200,10 +200,10 @@ FIGURES: Mapping[str, PrototypeFigure] = {
                 compare(("NR/LDM+GSH", "NR/SDM+GSH"), lambda run: float(run.shuffle_moves), digits=".0f"),
             ),
             Claim(
-                "all moves: with a shuffle, about four times as many",
+                "all moves, those of shuffles included",
                 "curve only",
                 compare(("NR/LDM", "NR/SDM", "NR/LDM+GSH", "NR/SDM+GSH"), moved, digits=".0f"),
-                "the shuffle moves more than half of the users once; that saves few later moves",
+                "a shuffle moves most of the users once, and that saves few later moves",
             ),
             _INTACT,
         ),
