@@ -1,7 +1,7 @@
 """Measures the figures of the BAD paper again, and what goes beyond them. See docs/bad-figures.md.
 
-Each figure has one command, ``python -m bench.bad --figure N``. Runs are kept in a file, as several figures are of the
-same runs: what is there already is not run again. Prints a table of claims; ends with 1 when a check was missed.
+Each figure has one command, ``python -m bench.bad --figure N``, which prints a table of claims. Runs are stored in a
+file, as several figures need the same ones: a stored run is not repeated. The exit status is 1 when a check was missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUICK_SEEDS = 2
 
 
 def main() -> int:
-    """Run what is missing, and judge."""
+    """Run what the file of runs lacks, and judge the claims; return the exit status."""
     arguments = _parse()
     store = Store(arguments.results)
     seeds = range(1, 1 + (QUICK_SEEDS if arguments.quick else arguments.seeds))
@@ -70,7 +70,7 @@ def _million(arguments: argparse.Namespace, store: Store) -> int:
         store.add(run)
     judged = rows(million.CLAIMS, {"NR/ours": [run]})
     text = markdown(judged) if arguments.markdown else table(judged)
-    sys.stdout.write(f"Beyond: {users:,} users at {brokers} brokers; 1 seed\n\n{text}\n\n")
+    sys.stdout.write(f"{million.title(users, brokers)}; 1 seed\n\n{text}\n\n")
     return _conclude("million", judged)
 
 
@@ -108,7 +108,7 @@ def _parse() -> argparse.Namespace:
         help="figures 5 to 12: how long a run takes; 30 is the paper's time, less compresses it (default 1)",
     )
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once (default 1)")
-    parser.add_argument("--stored", action="store_true", help="run nothing: judge the runs that there are")
+    parser.add_argument("--stored", action="store_true", help="run nothing: judge the stored runs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture, with matplotlib")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser.parse_args()

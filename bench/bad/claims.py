@@ -20,20 +20,20 @@ Runs = Mapping[str, Sequence[Run]]
 class Finding:
     """What the runs say."""
 
-    ours: str
-    #: None: there is nothing to reach.
+    measured: str
+    #: None: nothing is checked.
     is_reached: bool | None
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, or of ours."""
+    """A claim of the paper, or of this project."""
 
     text: str
     #: What the paper's prose says; ``-``: nothing.
     paper: str
     judge: Callable[[Runs], Finding]
-    #: Why ours differs, where it does.
+    #: Why the runs differ from the paper, where they do.
     why: str = ""
 
 
@@ -43,7 +43,7 @@ class Row:
 
     claim: str
     paper: str
-    ours: str
+    measured: str
     verdict: str
     why: str
 
@@ -57,18 +57,18 @@ def rows(claims: Iterable[Claim], runs: Runs) -> list[Row]:
         except NoRuns as error:
             finding = Finding(str(error), None)
         verdict = {True: "reached", False: "MISSED", None: ""}[finding.is_reached]
-        found.append(Row(claim.text, claim.paper, finding.ours, verdict, claim.why))
+        found.append(Row(claim.text, claim.paper, finding.measured, verdict, claim.why))
     return found
 
 
 WIDTHS = (44, 24, 44, 8, 40)
-HEADS = ("claim", "paper", "ours, median (range)", "", "why different")
+HEADS = ("claim", "paper", "measured: median (range)", "check", "why different")
 
 
 def table(found: Sequence[Row]) -> str:
     """Return a table as text, with wrapped cells."""
     lines: list[str] = []
-    cells = [HEADS, *((row.claim, row.paper, row.ours, row.verdict, row.why) for row in found)]
+    cells = [HEADS, *((row.claim, row.paper, row.measured, row.verdict, row.why) for row in found)]
     for cell in cells:
         columns = [wrap(text, width) or [""] for text, width in zip(cell, WIDTHS, strict=True)]
         for index in range(max(map(len, columns))):
@@ -83,9 +83,9 @@ def table(found: Sequence[Row]) -> str:
 
 def markdown(found: Sequence[Row]) -> str:
     """Return a table for a page."""
-    lines = ["| claim | paper | ours, median (range) | | why different |", "| --- | --- | --- | --- | --- |"]
-    lines += [f"| {row.claim} | {row.paper} | {row.ours} | {row.verdict} | {row.why} |" for row in found]
-    return "\n".join(lines)
+    cells = [HEADS, ("---",) * len(HEADS)]
+    cells += [(row.claim, row.paper, row.measured, row.verdict, row.why) for row in found]
+    return "\n".join(f"| {' | '.join(cell)} |" for cell in cells)
 
 
 # How claims are judged.
@@ -112,7 +112,7 @@ def compare(
     """Return a judge that only states a value for several schemes."""
 
     def judge(runs: Runs) -> Finding:
-        texts = [f"{_scheme(name)}: {of(runs, name, value).text(unit, digits)}" for name in names if runs[name]]
+        texts = [f"{label(name)}: {of(runs, name, value).text(unit, digits)}" for name in names if runs[name]]
         return Finding("; ".join(texts) or "not run", None)
 
     return judge
@@ -134,7 +134,7 @@ def bounded(
         found = of(runs, name, value)
         top, bottom = (found.most, found.least) if is_every else (found.median, found.median)
         is_reached = (most is None or top <= most) and (least is None or bottom >= least)
-        return Finding(f"{_scheme(name)}: {found.text(unit, digits)}", is_reached)
+        return Finding(f"{label(name)}: {found.text(unit, digits)}", is_reached)
 
     return judge
 
@@ -154,11 +154,16 @@ def ratio(
         found = paired(runs, one, other, value)
         top, bottom = (found.most, found.least) if is_every else (found.median, found.median)
         is_reached = (most is None or top <= most) and (least is None or bottom >= least)
-        text = f"{_scheme(one)} / {_scheme(other)}: {found.text()}"
+        text = f"{label(one)} / {label(other)}: {found.text()}"
         return Finding(text, None if most is None and least is None else is_reached)
 
     return judge
 
 
-def _scheme(name: str) -> str:
-    return name.replace("NR/", "", 1) if name.startswith("NR/") else name
+def label(name: str) -> str:
+    """Return how tables name a placement and scheme: without the placement, which the title of a figure has.
+
+    Stored runs have the short names.
+    """
+    scheme = name.rpartition("/")[2].replace("ours", "Dynamoth")
+    return scheme.replace(" at 8", " from minute 8")

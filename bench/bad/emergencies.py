@@ -69,7 +69,7 @@ Values = tuple[Scalar, ...]
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlannedSubscription:
     """A user subscribes to a query, at a time."""
 
     at: float
@@ -89,7 +89,7 @@ class UserPlan:
     number: int
     home: Place
     login_at: float
-    wishes: tuple[Wish, ...]
+    subscriptions: tuple[PlannedSubscription, ...]
 
 
 @dataclass(frozen=True)
@@ -127,23 +127,24 @@ class Emergencies:
         self.reports = list(self._make_reports(rng))
         #: When each interest is subscribed to first.
         self.interests: dict[tuple[str, Values], float] = {}
-        for wish in sorted((wish for user in self.users for wish in user.wishes), key=lambda each: each.at):
-            self.interests.setdefault((wish.query, wish.values), wish.at)
+        planned = [each for user in self.users for each in user.subscriptions]
+        for each in sorted(planned, key=lambda each: each.at):
+            self.interests.setdefault((each.query, each.values), each.at)
 
     @property
     def subscriptions(self) -> int:
         """How many subscriptions all users make."""
-        return sum(len(user.wishes) for user in self.users)
+        return sum(len(user.subscriptions) for user in self.users)
 
     def _plan(self, number: int, lives_at: Place, rng: Random) -> UserPlan:
-        wishes: dict[tuple[str, Values], Wish] = {}
+        subscriptions: dict[tuple[str, Values], PlannedSubscription] = {}
         for query in rng.sample(QUERIES, rng.randint(1, 5)):
             for _ in range(rng.randint(1, 3)):
                 values = self._values(query, number, lives_at, rng)
                 at = rng.uniform(LOGGED_IN_S, SUBSCRIBED_S)
-                wishes.setdefault((query.name, values), Wish(at, query.name, values))
+                subscriptions.setdefault((query.name, values), PlannedSubscription(at, query.name, values))
         login_at = rng.uniform(0.0, LOGGED_IN_S)
-        return UserPlan(number, lives_at, login_at, tuple(sorted(wishes.values(), key=lambda wish: wish.at)))
+        return UserPlan(number, lives_at, login_at, tuple(sorted(subscriptions.values(), key=lambda each: each.at)))
 
     def _values(self, query: Query, user: int, lives_at: Place, rng: Random) -> Values:
         place = lives_at if rng.random() < NEAR_RATIO else (rng.uniform(0, WIDTH_M), rng.uniform(0, HEIGHT_M))

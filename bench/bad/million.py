@@ -76,6 +76,11 @@ def run(users: int, brokers: int, seed: int) -> Run:
     return found
 
 
+def title(users: int, brokers: int) -> str:
+    """Return the title of the table."""
+    return f"Beyond: {users:,} users at {brokers} brokers"
+
+
 def _evened(runs: Runs) -> Finding:
     [one] = runs["NR/ours"]
     covs = one.covs()
@@ -84,7 +89,7 @@ def _evened(runs: Runs) -> Finding:
 
 
 CLAIMS = (
-    Claim("uneven loads are repaired: cov at the end at most alpha (.15)", "-", _evened),
+    Claim("uneven loads are repaired: cov at the end at most alpha (0.15)", "-", _evened),
     Claim(
         f"the longest step of the controller takes at most {DECISION_S_MAX:g} s of CPU",
         "-",

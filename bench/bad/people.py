@@ -82,10 +82,10 @@ class _People:
             )
             await client.__aenter__()
             self._clients.append(client)
-            for wish in plan.wishes:
-                await self._until(wish.at)
-                handler = partial(self._take, plan.number, f"{wish.query} {wish.values}")
-                await client.subscribe_query(wish.query, wish.params, handler)
+            for planned in plan.subscriptions:
+                await self._until(planned.at)
+                handler = partial(self._take, plan.number, f"{planned.query} {planned.values}")
+                await client.subscribe_query(planned.query, planned.params, handler)
                 self.counts["subscriptions"] += 1
         except Exception as error:
             self._blame(f"user {plan.number}: {error!r}")

@@ -48,13 +48,13 @@ MEAN_LOAD_BYTES_PER_S = 85_000.0
 CAPACITY_BYTES_PER_S = MEAN_LOAD_BYTES_PER_S / LOAD_RATIO
 
 ALPHA, ALPHA_TARGET, BETA = 0.05, 0.03, 0.3
-"""Relief begins above cov .05 and a mean load ratio of .3, and goes on to cov .03. The paper does not give its own:
+"""Relief begins above cov 0.05 and a mean load ratio of 0.3, and goes on to cov 0.03. The paper does not give its own:
 they have to be below the cov that random placement gives, as the paper moves users there.
 """
 
 GAMMA = 0.4
 """A shuffle begins above this cov. The paper does not give its own: it has to be below that of nearest-broker
-placement, .52 to .71 here, and well above that of random and round-robin placement, .03 to .14.
+placement, 0.52 to 0.71 here, and well above that of random and round-robin placement, 0.03 to 0.14.
 """
 
 NEVER = 1e9
@@ -70,7 +70,6 @@ LEAD_S = 2.0
 LATE_S = 5.0
 """A report or an answer that is late by up to this counts, in real time."""
 
-DM = ("none", "LDM", "SDM")
 SCHEMES: Mapping[str, tuple[str, ...]] = {
     "none": ("--dry-run", "true"),
     "LDM": ("--scheme", "load", "--shuffle-cov-min", str(NEVER)),

@@ -16,7 +16,7 @@ STEADY_S = 10 * 60.0
 MB = 1e6
 BETA = 300 * MB
 GAMMA, THETA = 0.3, BETA
-"""The paper gives neither: gamma has to be above alpha, and below the cov of NR (.49)."""
+"""The paper gives neither: gamma has to be above alpha, and below the cov of NR (0.49)."""
 
 
 def _ldm(alpha: float, beta: float) -> SimScheme:
@@ -106,37 +106,37 @@ _PAPER_GAIN = (
         "Must reach: largest load, against GSH",
         "-",
         ratio("NR/ours", "NR/GSH", mean_max, most=1.01, is_every=True),
-        "relief with hysteresis: it begins at cov .01 and goes on to .005",
+        "relief with hysteresis: it begins at cov 0.01 and goes on to 0.005",
     ),
     Claim(
         "Must reach: moves, at most 20% of those of GSH",
         "-",
         ratio("NR/ours", "NR/GSH", moved, most=0.2, is_every=True),
-        "GSH forgets where users are",
+        "GSH places users without regard to where they are",
     ),
 )
 
 FIGURE_13 = SimFigure(
-    "Figure 13: load and clients of each broker; NR with none, LDM(.15, 300 MB/s), GSH",
+    "Figure 13: load and clients of each broker; NR with none, LDM(0.15, 300), GSH",
     SimWorkload(),
     ("none", "LDM(0.15, 300)", "GSH", "ours"),
     (
         Claim(
-            "none: one broker has more than 2,000 clients, others less than 500",
+            "none: one broker has more than 2,000 clients, another one fewer than 500",
             "> 2,000; < 500",
             _clients_of_none,
             "homes are made to fit this",
         ),
-        Claim("none: the loads vary much: cov", "curve only", bounded("NR/none", mean_cov, least=0.3)),
+        Claim("none: the loads are uneven: cov", "curve only", bounded("NR/none", mean_cov, least=0.3)),
         Claim(
             "GSH repairs it at once: cov one interval after it ended, every seed",
             "curve only",
             bounded("NR/GSH", Run.cov_after_shuffle, most=0.02, is_every=True),
         ),
-        Claim("GSH needs no migrations later", "none", bounded("NR/GSH", _later_moves, most=0)),
+        Claim("GSH needs no moves later", "none", bounded("NR/GSH", _later_moves, most=0)),
         Claim(
             "LDM repairs it too: cov",
-            "alpha .15",
+            "alpha 0.15",
             bounded("NR/LDM(0.15, 300)", mean_cov, most=0.16),
             "it stops at alpha, and rates then change",
         ),
@@ -153,34 +153,34 @@ _PAIRS = tuple(f"NR/{name}" for name in SCHEMES if name.startswith("LDM"))
 
 def _closer(runs: Runs) -> Finding:
     found = paired(runs, "NR/LDM(0.05, 300)", "NR/LDM(0.15, 300)", mean_cov)
-    covs = f"{of(runs, 'NR/LDM(0.05, 300)', mean_cov).text()} v {of(runs, 'NR/LDM(0.15, 300)', mean_cov).text()}"
+    covs = f"{of(runs, 'NR/LDM(0.05, 300)', mean_cov).text()} against {of(runs, 'NR/LDM(0.15, 300)', mean_cov).text()}"
     return Finding(covs, found.most <= 1)
 
 
 def _more_moves(runs: Runs) -> Finding:
     found = paired(runs, "NR/LDM(0.05, 300)", "NR/LDM(0.15, 300)", moved)
     parts = [of(runs, f"NR/LDM({alpha:g}, 300)", moved).text(digits=".0f") for alpha in (0.05, 0.15)]
-    return Finding(" v ".join(parts), found.least > 1)
+    return Finding(" against ".join(parts), found.least > 1)
 
 
 FIGURE_14 = SimFigure(
-    "Figure 14: cov over time, and number of migrations, for several (alpha, beta); NR",
+    "Figure 14: cov over time, and number of moves, for several (alpha, beta); NR",
     SimWorkload(),
     ("none", *(name for name in SCHEMES if name.startswith("LDM")), "GSH", "ours"),
     (
-        Claim("alpha .05 balances better than .15: cov, every seed", "curve only", _closer),
-        Claim("and needs more migrations, every seed", "more", _more_moves),
+        Claim("alpha 0.05 balances better than 0.15: cov, every seed", "curve only", _closer),
+        Claim("alpha 0.05 needs more moves than 0.15, every seed", "more", _more_moves),
         Claim(
-            "alpha .05 becomes as good as GSH: largest load, against GSH",
+            "alpha 0.05 becomes as good as GSH: largest load, against GSH",
             '"as good"',
             ratio("NR/LDM(0.05, 300)", "NR/GSH", mean_max, most=1.1),
-            "relief stops at cov .05, GSH comes to less; ours stops at .005",
+            "LDM stops at cov 0.05, where GSH reaches less",
         ),
         Claim("cov", "curves only", compare(("NR/none", *_PAIRS, "NR/GSH", "NR/ours"), mean_cov)),
-        Claim("migrations", "curves only", compare((*_PAIRS, "NR/GSH", "NR/ours"), moved, digits=".0f")),
+        Claim("moves", "curves only", compare((*_PAIRS, "NR/GSH", "NR/ours"), moved, digits=".0f")),
         Claim(
-            "the larger beta begins later: second at which cov is at most .06, (.05, 500) against (.05, 300)",
-            "less sensitive",
+            "the larger beta begins later: second from which cov is at most 0.06",
+            "less sensitive to a slight imbalance",
             ratio(
                 "NR/LDM(0.05, 500)", "NR/LDM(0.05, 300)", lambda run: run.balanced_at(0.06, SUBSCRIBED_S / 2), least=1
             ),
@@ -207,50 +207,52 @@ ZIPF = SimFigure(
     ("none", "LDM(0.15, 300)", "SDM(0.15, 300)", "GSH", "ours", "GSH at 8", "ours at 8"),
     (
         *_stated((*_ALL, "NR/GSH at 8", "NR/ours at 8")),
-        Claim("ours: largest load, against GSH", "-", ratio("NR/ours", "NR/GSH", mean_max, most=1.01)),
+        Claim("Dynamoth: largest load, against GSH", "-", ratio("NR/ours", "NR/GSH", mean_max, most=1.01)),
         Claim(
-            "ours: moves, against GSH",
+            "Dynamoth: moves, against GSH",
             "-",
             ratio("NR/ours", "NR/GSH", moved),
-            "a shuffle begins in minute 5 for the Redis egress, which later subscriptions raise again",
+            "a shuffle begins in minute 5 to lower the Redis egress, which later subscriptions raise again",
         ),
-        Claim("begun when all have subscribed: moves, against GSH", "-", ratio("NR/ours at 8", "NR/GSH at 8", moved)),
+        Claim(
+            "Dynamoth from minute 8: moves, against GSH from minute 8", "-", ratio("NR/ours at 8", "NR/GSH at 8", moved)
+        ),
     ),
 )
 
 REGIONAL = SimFigure(
-    "Beyond: regional interests, wherever users live; shuffles begin when all have subscribed, or earlier",
+    "Beyond: regional interests, of any region",
     SimWorkload(interests="regional"),
     ("none", "LDM(0.15, 300)", "SDM(0.15, 300)", "GSH", "ours", "GSH at 8", "ours at 8"),
     (
         *_stated((*_ALL, "NR/GSH at 8", "NR/ours at 8")),
         Claim(
-            "Must reach: largest load at least 20% below GSH's",
+            "Must reach: largest load at least 20% below that of GSH",
             "-",
             ratio("NR/ours at 8", "NR/GSH at 8", mean_max, most=0.8, is_every=True),
         ),
         Claim(
-            "Must reach: Redis egress of GSH at least 3 times ours",
+            "Must reach: Redis egress of GSH at least 3 times that of Dynamoth",
             "-",
             ratio("NR/GSH at 8", "NR/ours at 8", mean_egress, least=3.0, is_every=True),
         ),
         Claim(
-            "the same where both begin while users subscribe: egress of GSH against ours",
+            "both begun while users subscribe: Redis egress of GSH against Dynamoth",
             "-",
             ratio("NR/GSH", "NR/ours", mean_egress),
-            "interests that come after the shuffle are not grouped, and with an even load none is due again",
+            "interests that come after the shuffle are not grouped, and even loads begin no other shuffle",
         ),
     ),
 )
 
 LOCAL = SimFigure(
-    "Beyond: regional interests of the region where users live",
+    "Beyond: regional interests, of the region where users live",
     SimWorkload(interests="local"),
     ("none", "LDM(0.15, 300)", "SDM(0.15, 300)", "GSH", "ours"),
     (
         *_stated(_ALL),
-        Claim("ours: largest load, against GSH", "-", ratio("NR/ours", "NR/GSH", mean_max, most=0.8)),
-        Claim("ours: Redis egress of GSH against ours", "-", ratio("NR/GSH", "NR/ours", mean_egress, least=3.0)),
+        Claim("Dynamoth: largest load, against GSH", "-", ratio("NR/ours", "NR/GSH", mean_max, most=0.8)),
+        Claim("Redis egress of GSH against Dynamoth", "-", ratio("NR/GSH", "NR/ours", mean_egress, least=3.0)),
     ),
 )
 
@@ -263,12 +265,12 @@ SIZES = SimFigure(
         Claim("cov of load ratios", "-", compare(("NR/none", "NR/LDM(0.15, 300)", "NR/GSH", "NR/ours"), mean_cov)),
         Claim("moves", "-", compare(("NR/LDM(0.15, 300)", "NR/GSH", "NR/ours"), moved, digits=".0f")),
         Claim(
-            "ours: cov of load ratios",
+            "Dynamoth: cov of load ratios",
             "-",
             bounded("NR/ours", mean_cov, most=0.02, is_every=True),
         ),
         Claim(
-            "ours: largest load ratio, against GSH",
+            "Dynamoth: largest load ratio, against GSH",
             "-",
             ratio("NR/ours", "NR/GSH", mean_max, most=0.8, is_every=True),
             "the published algorithms know no capacities",

@@ -39,7 +39,7 @@ def choose_candidates(
     counts: Mapping[str, int],
     bounds: tuple[float, int],
 ) -> Candidates:
-    """Choose users who together have twice a load in bytes/s, but at most so many: ``bounds`` has both.
+    """Choose users who together have twice a load. ``bounds`` has that load, in bytes/s, and how many users at most.
 
     Those with the highest loads come first, but none who is heavier than all that has to move. The places that are left
     go to other users, evenly from the heaviest to the lightest, for targets where those do not fit. An infinite load

@@ -48,7 +48,7 @@ LOG_UNAVAILABLE = "the server of the log does not answer: try again"
 
 
 class Delivery:
-    """Delivers what comes, and what is in the logs. Its owner removes subscriptions that were refused."""
+    """Delivers what comes, and what is in the logs. Its owner ends the subscriptions in ``to_end``."""
 
     def __init__(
         self, options: BrokerOptions, logs: Logs, timers: Timers[BrokerAction], counters: Counter[str]
@@ -59,8 +59,8 @@ class Delivery:
         self._timers = timers
         self._counters = counters
         self.recents = Recents(options)
-        #: Subscriptions that were refused since the owner looked last.
-        self.refused: list[Subscription] = []
+        #: Subscriptions that the owner has to end: they were refused, or the user has unsubscribed.
+        self.to_end: list[Subscription] = []
         #: Called with an interest whose log was lost, and with it perhaps everything else at its server.
         self.on_log_lost: Callable[[SharedInterest], None] = lambda interest: None
         #: Subscriptions that were answered since the owner looked last.
@@ -175,7 +175,7 @@ class Delivery:
 
     def refuse(self, subscription: Subscription) -> list[BrokerAction]:
         """Refuse a subscription, as the server of its log does not answer."""
-        self.refused.append(subscription)
+        self.to_end.append(subscription)
         error = Error("log_unavailable", LOG_UNAVAILABLE, "later", round(RETRY_S * 1000), subscription.ref)
         return [Transmit(subscription.session.connection, error)]
 

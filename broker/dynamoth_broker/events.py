@@ -287,7 +287,7 @@ class PublishMessage:
 
 @dataclass(slots=True)
 class RecordsAnswered:
-    """Action: tell whoever posted records what has become of each: code and reason."""
+    """Action: answer a request that posted records with the outcome of each: code and reason."""
 
     request: object
     outcomes: Sequence[tuple[str, str]]

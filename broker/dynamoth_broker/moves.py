@@ -116,7 +116,7 @@ class Moves:
     # Drain.
 
     def drain(self, rate: float, now: float) -> list[BrokerAction]:
-        """Move users away, so many per second, and take no more."""
+        """Move users away, at most ``rate`` per second (at least 0.1), and take no more."""
         self._drain_per_s = max(rate, 0.1)
         if self._to_move is None:
             self._drains += 1

@@ -35,7 +35,7 @@ REFRESH_RATIO = 0.25
 """Positions of connected users are stored again within this part of the time after which they are forgotten."""
 
 REFRESH_PARTS = 50
-"""In so many portions, so that very many do not come at once."""
+"""In this many portions, so that not all come at once."""
 
 _Batch = list[tuple[str, bytes, Position]]
 

@@ -20,7 +20,7 @@ NOT_ALLOWED = "the token does not allow to publish here"
 
 
 class Publishing:
-    """The publications of one broker's users. ``is_logged`` tells which interests have a log."""
+    """The publications of one broker's users. ``is_logged`` says which interests have a log."""
 
     def __init__(self, logs: Logs, is_logged: Callable[[Interest], bool], records: Records | None) -> None:
         """Begin; ``logs`` and ``records`` are shared with the owner. Without the latter, there are no datasets."""

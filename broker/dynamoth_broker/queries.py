@@ -113,12 +113,12 @@ class Queries:
 
     def _refuse(self, subscription: Subscription, code: str, text: str) -> list[BrokerAction]:
         self._counters["queries_refused"] += 1
-        self._delivery.refused.append(subscription)
+        self._delivery.to_end.append(subscription)
         return [Transmit(subscription.session.connection, Error(code, text, ref=subscription.ref))]
 
     def _refuse_for_now(self, subscription: Subscription, wait_s: float) -> list[BrokerAction]:
         self._counters["interests_refused"] += 1
-        self._delivery.refused.append(subscription)
+        self._delivery.to_end.append(subscription)
         most = self._options.new_interests_per_hour_max
         text = f"one user has {most} new interests per hour registered at most: see broker.new_interests_per_hour_max"
         retry_ms = max(RETRY_MS, math.ceil(wait_s * 1000))

@@ -161,7 +161,7 @@ class Subscribing:
         subscription = session.subscriptions.get(s)
         if subscription is not None:
             subscription.has_unsubscribed = True
-            self._delivery.refused.append(subscription)
+            self._delivery.to_end.append(subscription)
 
     def end(self, subscription: Subscription, now: float) -> None:
         """End a subscription; its interest lingers if nobody else has it."""
@@ -188,18 +188,18 @@ class Subscribing:
     # Answers.
 
     def account(self, now: float) -> list[BrokerAction]:
-        """Note which subscriptions were answered and refused; say ``moved_in`` to users with the last answer."""
+        """End the subscriptions that are to end; send ``moved_in`` to users who have got their last answer."""
         actions: list[BrokerAction] = []
         delivery = self._delivery
-        while delivery.refused or delivery.answered:
-            refused, delivery.refused = delivery.refused, []
+        while delivery.to_end or delivery.answered:
+            to_end, delivery.to_end = delivery.to_end, []
             answered, delivery.answered = delivery.answered, []
-            for subscription in refused:
+            for subscription in to_end:
                 self.end(subscription, now)
                 self.presence.on_ended(subscription, now)
             for subscription in answered:
                 self.presence.on_confirmed(subscription, now)
-            for subscription in (*answered, *refused):
+            for subscription in (*answered, *to_end):
                 if subscription.is_of_connect:
                     subscription.is_of_connect = False
                     actions += self._count_answer(subscription.session)
@@ -243,7 +243,7 @@ class Subscribing:
             session = subscription.session
             was_confirmed = subscription.stage is not Stage.WAITING
             actions.append(Transmit(session.connection, error))
-            self._delivery.refused.append(subscription)
+            self._delivery.to_end.append(subscription)
             self.end(subscription, now)
             if was_confirmed:  # the user takes it for good: who connects again learns that it is refused
                 self.lost_some.append(session)

@@ -22,7 +22,7 @@ from dynamoth_broker.logs import Logs
 
 PORTION = 100
 PORTIONS_MAX = 50
-"""A round has portions of so many logs; of more where it would have more portions than this."""
+"""A round looks at ``PORTION`` logs at a time; at more, where it would have more portions than ``PORTIONS_MAX``."""
 
 LOGS_PER_COMMAND_MAX = 250
 """A log server executes nothing else during one command: less than 1 ms."""

@@ -36,12 +36,12 @@ from dynamoth.data.progress import (
 from dynamoth.data.queries import KEEP_S_MIN, StandingQuery, canonical_values, read_query
 from dynamoth.data.records import (
     finish_load_command,
-    parse_tip,
+    parse_state,
     partition_keys,
     partition_name,
     partition_names,
     partition_server,
-    tip_command,
+    state_command,
 )
 from dynamoth.data.registrations import parse_registration, registration_keys
 from dynamoth.errors import ConfigError, printable
@@ -259,8 +259,8 @@ async def _begin(links: DataLinks, query: StandingQuery, datasets: Mapping[str, 
     for dataset in (datasets[name] for name in query.datasets if datasets[name].kind != "static"):
         for number in range(dataset.partitions):
             name = partition_name(dataset.stream, number)
-            reply = await links.command(partition_server(name, links.ids), tip_command(name), repeats=True)
-            tips[name] = parse_tip(reply)[0]
+            reply = await links.command(partition_server(name, links.ids), state_command(name), repeats=True)
+            tips[name] = parse_state(reply).offset
     end: WindowEnd = {"tick_ms": 0, "offsets": tips}
     number = 0 if query.version == 1 else round(time.time() * 1000)  # logs may know smaller ones
     for id_ in links.ids:
@@ -305,10 +305,10 @@ async def _check_unused(links: DataLinks, dataset: Dataset) -> None:
     if dataset.kind == "static":
         return
     names = [partition_name(dataset.stream, number) for number in range(PARTITIONS_MAX)]  # it may have had others
-    tips = await run_all(
-        [links.command(partition_server(name, links.ids), tip_command(name), repeats=True) for name in names]
+    states = await run_all(
+        [links.command(partition_server(name, links.ids), state_command(name), repeats=True) for name in names]
     )
-    if any(parse_tip(tip)[0] for tip in tips):
+    if any(parse_state(each).offset for each in states):
         raise ConfigError(
             f"dataset {dataset.name!r} was dropped, and its records are still stored: choose another name, or --force,"
             " which has them belong to the new dataset"

@@ -125,7 +125,7 @@ def resumption(
     """Return where a new checkpoint has to begin; None: the one that there is goes on.
 
     Args:
-        progress: stored at the log server; None if there is nothing.
+        progress: the latest that a log server has (``latest_progress``); None if there is none.
         checkpoint: of the folder; None if there is none. Where both are lost, ``give_up`` makes a new progress.
         reads_the_same: whether the query reads the same datasets as when the checkpoint was begun.
 
@@ -173,19 +173,19 @@ def with_new_datasets(end: WindowEnd, tips: Mapping[str, int]) -> WindowEnd:
 
 
 def progress_key(query: str) -> bytes:
-    """Return the key of a query's progress: a string."""
+    """Return the key of a query's progress: a string, at every log server."""
     return DATA_PREFIX + b"{" + query.encode() + b"}:progress"
 
 
 def query_server(query: str, servers: Sequence[str]) -> str:
-    """Return which of the log servers has a query's status, its orders and its first progress (rendezvous hashing)."""
+    """Return which of the log servers has a query's status and orders (rendezvous hashing). All have its progress."""
     return max(servers, key=lambda server: blake2b(f"{server} query {query}".encode(), digest_size=8).digest())
 
 
 def restart_key(query: str) -> bytes:
-    """Return the key of an operator's order to begin again behind all records that there are: a string, Unix ms.
+    """Return the key of an operator's order to begin again behind all stored records: a string, ms since 1970.
 
-    It is at the query's server (``query_server``). Who carries it out deletes it.
+    It is at the query's server (``query_server``). The data cluster deletes it when it has carried it out.
     """
     return DATA_PREFIX + b"{" + query.encode() + b"}:restart"
 
@@ -199,13 +199,13 @@ def latest_progress(copies: Iterable[Progress | None]) -> Progress | None:
 def begin_key(query: str) -> bytes:
     """Return the key of the offsets behind which a query begins that was dropped and is registered again: a string.
 
-    It is at the server of the progress, and counts only where the progress says that the query was dropped.
+    It is at the query's server, and counts only where the progress says that the query was dropped.
     """
     return DATA_PREFIX + b"{" + query.encode() + b"}:begin"
 
 
 def status_key(query: str) -> bytes:
-    """Return the key of a query's status: a string, at the server of the progress."""
+    """Return the key of a query's status: a string, at the query's server."""
     return DATA_PREFIX + b"{" + query.encode() + b"}:status"
 
 

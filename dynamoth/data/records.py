@@ -197,18 +197,6 @@ def parse_records(reply: Any) -> list[Record]:
     return records
 
 
-def tip_command(name: str) -> tuple[CommandPart, ...]:
-    """Return the command that reads the last offset of a partition, and how often its server may have lost records."""
-    return b"HMGET", partition_keys(name)[0], b"offset", b"restarts"
-
-
-@parser("the reply of a dataset's server")
-def parse_tip(reply: Any) -> tuple[int, int]:
-    """Read the reply of ``tip_command``: last offset (0: nothing was stored yet), and restarts."""
-    offset, restarts = read_array(reply)
-    return int(offset or 0), int(restarts or 0)
-
-
 @dataclass(frozen=True, slots=True)
 class PartitionState:
     """What the server of a partition knows about the offsets that it has given."""

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.bad.claims import Claim, Finding, bounded, ratio, rows, table
+from bench.bad import million
+from bench.bad.claims import Claim, Finding, bounded, label, markdown, ratio, rows, table
 from bench.bad.emergencies import BY_NAME, QUERIES, Emergencies, cell_of, part_of
+from bench.bad.prototype_figures import FIGURES as PROTOTYPED
 from bench.bad.runs import NoRuns, Run, Store, spread
 from bench.bad.simulated import END_S, SUBSCRIBED_S, SimWorkload, SimWorld
-from bench.bad.simulation_figures import FIGURE_13, FIGURE_14, SCHEMES, mean_cov, mean_max, moved
+from bench.bad.simulation_figures import FIGURE_13, FIGURE_14, FIGURES, SCHEMES, mean_cov, mean_max, moved
 from bench.bad.town import HEIGHT_M, WIDTH_M, Town, Walker
 from bench.bad.virtual import SimScheme, VirtualEdge, ours, settings
 
@@ -114,16 +116,39 @@ def test_a_table_says_what_was_missed() -> None:
     assert any("what is not" in line and "MISSED" in line and "a reason" in line for line in lines)
 
 
+def test_tables_name_schemes_without_their_placement() -> None:
+    names = ("RND/LDM+GSH", "NR/ours", "NR/ours at 8")
+    assert [*map(label, names)] == ["LDM+GSH", "Dynamoth", "Dynamoth from minute 8"]
+
+
+def test_the_page_has_the_claims_of_every_figure() -> None:
+    """The page has stored numbers: this compares what does not come from runs."""
+    page = (Path(__file__).parents[2] / "docs" / "bad-figures.md").read_text()
+    found = [each.partition("\n## ")[0] for each in page.split("\n### ")[1:]]
+    sections = {each.partition("\n")[0].rpartition("; ")[0]: each for each in found}
+    figures = {each.title: each.claims for each in PROTOTYPED.values()}
+    figures |= {each.title: each.claims for several in FIGURES.values() for each in several}
+    figures[million.title(1_000_000, million.BROKERS)] = million.CLAIMS
+    assert sections.keys() == figures.keys()
+    for title, claims in figures.items():
+        lines = [line for line in sections[title].splitlines() if line.startswith("| ")]
+        assert lines[:2] == markdown([]).splitlines()
+        cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+        assert [(claim, paper, why) for claim, paper, _, _, why in cells] == [
+            (each.text, each.paper, each.why) for each in claims
+        ]
+
+
 def test_no_run_is_no_result() -> None:
     with pytest.raises(NoRuns):
         spread([])
     claim = Claim("any", "-", bounded("NR/LDM", lambda run: run.loads[0][0], most=1.0))
-    assert [(row.ours, row.verdict) for row in rows([claim], {"NR/LDM": []})] == [("not run", "")]
+    assert [(row.measured, row.verdict) for row in rows([claim], {"NR/LDM": []})] == [("not run", "")]
 
 
 def test_a_ratio_is_of_the_seeds_that_both_have_run() -> None:
     runs = {"NR/a": [made("a", 1, [[2.0]]), made("a", 2, [[9.0]])], "NR/b": [made("b", 1, [[1.0]])]}
-    assert ratio("NR/a", "NR/b", lambda run: run.loads[0][0])(runs).ours == "a / b: 2 (2 to 2)"
+    assert ratio("NR/a", "NR/b", lambda run: run.loads[0][0])(runs).measured == "a / b: 2 (2 to 2)"
 
 
 # The workload of the prototype.
@@ -136,9 +161,9 @@ def test_the_prototype_has_about_the_paper_s_sizes_and_is_the_same_each_time() -
     assert 1900 <= one.subscriptions <= 2500 and 450 <= len(one.interests) <= 700
     assert 9_500 <= len(one.reports) <= 10_500
     for plan in one.users:
-        per_query = Counter(wish.query for wish in plan.wishes)
+        per_query = Counter(each.query for each in plan.subscriptions)
         assert 1 <= len(per_query) <= 5 and max(per_query.values()) <= 3
-        assert plan.login_at <= 240 <= plan.wishes[0].at and plan.wishes[-1].at <= 480
+        assert plan.login_at <= 240 <= plan.subscriptions[0].at and plan.subscriptions[-1].at <= 480
     assert all(200 <= report.size <= 700 for report in one.reports)
 
 

@@ -26,7 +26,7 @@ from dynamoth.data.progress import (
     restart_key,
     store_status_command,
 )
-from dynamoth.data.records import partition_name, partition_server, tip_command
+from dynamoth.data.records import partition_name, partition_server, state_command
 from dynamoth.data.registrations import register_command
 from dynamoth_cli.local.child import dynamoth_command
 from dynamoth_cli.local.cluster import environment_without_settings
@@ -373,7 +373,7 @@ def test_a_query_that_comes_back_begins_behind_the_records_of_then(console: Cons
     begin = parse_begin(console.of_query("of_type", b"GET", begin_key("of_type")))
     assert begin is not None
     for name, offset in begin["offsets"].items():
-        tip = console.execute(partition_server(name, tuple(console.urls)), *tip_command(name))[0]
+        tip = console.execute(partition_server(name, tuple(console.urls)), *state_command(name))[0]
         assert offset == int(tip or 0)
     assert console.of_query("of_type", b"GET", progress_key("of_type")) == before, "it may be executed, too"
     console.run("query", "drop", "of_type")

@@ -20,12 +20,10 @@ from dynamoth.data.records import (
     parse_appended_records,
     parse_records,
     parse_state,
-    parse_tip,
     partition_keys,
     partition_name,
     range_command,
     state_command,
-    tip_command,
 )
 from dynamoth.data.registrations import (
     expire_command,
@@ -50,6 +48,9 @@ NAME = partition_name("reports", 0)
 INTEREST, OTHER = "a" * 22, "b" * 22
 Command = tuple[CommandPart, ...]
 
+TIP: Command = (b"HMGET", partition_keys(NAME)[0], b"offset", b"restarts")
+"""Of the state, what does not depend on the clock."""
+
 
 def append(dataset: Dataset, *records: tuple[bytes, str], run: str = "run1") -> Command:
     return append_records_command(dataset, 0, records, run)
@@ -59,19 +60,19 @@ STORIES: dict[str, list[Command]] = {
     "offsets have no holes": [
         append(PLAIN, (b"a", ""), (b"b", "")),
         append(PLAIN, (b"c", "")),
-        tip_command(NAME),
+        TIP,
     ],
     "a record with an id is stored once": [
         append(WITH_ID, (b"a", "1"), (b"b", "2"), (b"a", "1")),
         append(WITH_ID, (b"b", "2"), (b"c", "3")),
-        tip_command(NAME),
+        TIP,
     ],
     "without an id, a record may come again": [append(PLAIN, (b"a", "")), append(PLAIN, (b"a", ""))],
     "a restart is counted, and offsets grow": [
         append(PLAIN, (b"a", "")),
         append(PLAIN, (b"b", ""), run="run2"),
         append(PLAIN, (b"c", ""), run="run2"),
-        tip_command(NAME),
+        TIP,
     ],
     "runs are remembered, and the first one was preceded by nothing": [
         append(PLAIN, (b"a", "")),
@@ -87,10 +88,10 @@ STORIES: dict[str, list[Command]] = {
         append(WITH_ID, (b"a", "1")),
         append(WITH_ID, (b"a", "1"), run="run2"),
         append(replace(SMALL, id="n"), (b"b", "2"), (b"c", "3"), (b"d", "4"), run="run2"),
-        tip_command(NAME),
+        TIP,
         (b"HGET", partition_keys(NAME)[0], b"run"),
         append(WITH_ID, (b"b", "2"), run="run2"),
-        tip_command(NAME),
+        TIP,
     ],
     "a durable server may restart": [append(PLAIN, (b"a", ""), run=""), append(PLAIN, (b"b", ""), run="")],
     "too many records are refused together": [
@@ -173,19 +174,19 @@ def _relative(replies: Sequence[Any]) -> list[Any]:
 
 
 def test_what_the_replies_mean(server: EmbeddedRedis) -> None:
-    first, again, tip, page = real(
+    first, again, state, page = real(
         server,
         [
             append(WITH_ID, (b"a", "1"), (b"b", "2")),
             append(WITH_ID, (b"b", "2"), (b"c", "3")),
-            tip_command(NAME),
+            state_command(NAME),
             range_command(NAME, 0, 2**53, 10),
         ],
     )
     begin, _ = parse_appended_records(first, 2)
     assert parse_appended_records(first, 2) == [begin, begin + 1]
     assert parse_appended_records(again, 2) == [0, begin + 2]
-    assert parse_tip(tip) == (begin + 2, 0)
+    assert (parse_state(state).offset, parse_state(state).restarts) == (begin + 2, 0)
     assert [(record.offset - begin, record.value) for record in parse_records(page)] == [
         (0, b"a"),
         (1, b"b"),
@@ -213,11 +214,11 @@ def test_offsets_grow_over_an_empty_restart(server: EmbeddedRedis) -> None:
 
 
 def test_a_restart_of_a_server_that_may_lose_records_is_counted(server: EmbeddedRedis) -> None:
-    first, second, tip = real(
-        server, [append(PLAIN, (b"a", "")), append(PLAIN, (b"b", ""), run="run2"), tip_command(NAME)]
+    first, second, state = real(
+        server, [append(PLAIN, (b"a", "")), append(PLAIN, (b"b", ""), run="run2"), state_command(NAME)]
     )
     assert parse_appended_records(second, 1)[0] > parse_appended_records(first, 1)[0]
-    assert parse_tip(tip)[1] == 1
+    assert parse_state(state).restarts == 1
 
 
 def test_runs_tell_which_offsets_were_given(server: EmbeddedRedis) -> None:

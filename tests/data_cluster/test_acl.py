@@ -23,7 +23,7 @@ from dynamoth.data.progress import (
     store_progress_command,
     store_status_command,
 )
-from dynamoth.data.records import append_records_command, partition_keys, tip_command
+from dynamoth.data.records import append_records_command, partition_keys, state_command
 from dynamoth.data.registrations import register_command, registration_keys
 from dynamoth.data.terms import claim_command, trim_command
 from dynamoth.edge.interests import query_interest
@@ -214,7 +214,7 @@ def test_nobody_else_changes_definitions_or_what_was_executed(guarded: Guarded) 
     begin = claim_command(99, "x")
     plan = (b"SET", b"__dynamoth__:plan", b"x")
     refusals = [("data-operator", plan), ("data-writer", begin), ("broker", begin)]
-    refusals += [("data-writer", register_command("q", [("i", "{}", 1.0)])), ("client", tip_command("reports/0"))]
+    refusals += [("data-writer", register_command("q", [("i", "{}", 1.0)])), ("client", state_command("reports/0"))]
     if guarded.redis_version != "6.2":  # there a right to read a key is one to write it
         refusals += [
             ("data-writer", drop),

@@ -318,7 +318,7 @@ def test_a_query_that_comes_back_misses_no_record_behind_its_registration(
 def test_interests_that_do_not_fit_a_changed_query_get_a_last_result(
     driver: SparkSession, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
+    monkeypatch.setattr(outdated, "BROKERS_KNOW_S", 0.0)
     dataset = world.set_dataset()
     sql = "SELECT r.id FROM reports r WHERE r.type = :type AND r.size >= :least"
     changed = world.set_query(version=2, parameters={"type": "string", "least": "int"}, sql=sql)

@@ -23,7 +23,7 @@ CHANGED: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Brokers know each definition at once."""
-    monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
+    monkeypatch.setattr(outdated, "BROKERS_KNOW_S", 0.0)
 
 
 class Cluster:
@@ -100,9 +100,9 @@ def test_interests_that_fit_a_newer_version_are_not_ended(world: World) -> None:
 def test_nothing_is_published_before_brokers_know(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     old = world.register("of_type", {"type": "fire"})
     cluster = Cluster(world, world.set_query(version=2, **CHANGED))
-    monkeypatch.setattr(outdated, "BROKERS_S", 3600.0)
+    monkeypatch.setattr(outdated, "BROKERS_KNOW_S", 3600.0)
     cluster.execute(7)
     assert not world.log(old)
-    monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
+    monkeypatch.setattr(outdated, "BROKERS_KNOW_S", 0.0)
     cluster.execute(8)
     assert world.log(old) == [error(2, 8, LEAST)]

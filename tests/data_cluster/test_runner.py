@@ -68,7 +68,7 @@ def test_what_runs_follows_the_catalog(driver: SparkSession, world: World, monke
         assert cluster.queries() == {}
         assert len(world.log(interest)) == 2, "brokers may take users still"
         late = world.register("of_type", {"type": "quake"})
-        monkeypatch.setattr(outdated, "BROKERS_S", 0.0)
+        monkeypatch.setattr(outdated, "BROKERS_KNOW_S", 0.0)
         cluster.follow_catalog()
         assert [world.log(each)[-1].get("dropped") for each in (interest, late)] == [True, True]
         cluster.follow_catalog()

@@ -1,4 +1,4 @@
-"""What all queries of a data cluster share, and what a log server stores about each of them."""
+"""What all queries of a data cluster share, and what the log servers store about each of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ClusterContext:
     spark: SparkSession
     servers: LogServers
     cluster_url: str
-    #: Of the data cluster: archive, checkpoints, copies of loads, interest tables, journal and snapshots.
+    #: Of the data cluster: archive, checkpoints, copies of loads, interest tables, journal, snapshots, small windows.
     folder: Path
     term: int
     #: How long the log of an interest lives after its last reader or writer, at least.
@@ -56,7 +56,7 @@ class ClusterContext:
     snapshots: KeyedSnapshots
     small_windows: SmallWindows
     #: Appends to a log server that fails are tried again for this time.
-    append_retry_s: float = publishing.RETRY_S_MAX
+    append_retry_s: float = publishing.RETRY_FOR_S
     #: Partitions whose offsets stand for other records than before, and what to do about it.
     offsets_again: Mapping[str, str] = field(default_factory=dict[str, str])
     #: Set when a newer data cluster was met: this one has to end.
@@ -104,7 +104,7 @@ class ClusterContext:
     def progress(self, query: str) -> Progress | None:
         """Return the latest progress of a query that any log server has; None: there is none. Raises LogServerFailed.
 
-        One that was restored from an older copy, or has lost everything, has not the latest.
+        A server that was restored from an older copy, or has lost everything, does not have the latest.
         """
         command = (b"GET", progress_key(query))
         return latest_progress([parse_progress(self.servers.run(id_, command)) for id_ in self.servers.ids])

@@ -66,7 +66,8 @@ class Executions:
         """Execute the query for a window, and publish the result sets; return their counts (``publishing.COUNTS``).
 
         A result set that a log has already is not appended again. Raises RecordsLost, LogServerFailed, OSError and
-        errors of Spark; call it again then with the same arguments.
+        errors of Spark: call it again then with the same arguments. Raises TakenOver, also as the text of an error of
+        Spark (``failures.is_taken_over``).
 
         Args:
             spark: the session of the query's stream: views of the same name are others elsewhere.

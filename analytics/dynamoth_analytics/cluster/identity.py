@@ -64,6 +64,6 @@ def check_identity(servers: LogServers, folder: Path) -> None:
 
 
 def _stored(servers: LogServers, server: str, key: bytes, new: str) -> str:
-    """Return the value of a key of a server, which is ``new`` where it has none."""
+    """Return the value of a key of a server. Where it has none, it gets ``new``, unless that is empty."""
     reply: bytes = servers.run(server, (b"EVAL", IDENTITY_SCRIPT, b"1", key, new.encode()))
     return reply.decode()

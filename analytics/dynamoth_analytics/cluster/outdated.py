@@ -17,7 +17,7 @@ from dynamoth_analytics.cluster.interest_table import InterestTable
 from dynamoth_analytics.cluster.publishing import ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServers
 
-BROKERS_S = 10.0
+BROKERS_KNOW_S = 10.0
 """Nothing is published sooner after a change or a drop: brokers may take users by the former definition for a while."""
 
 LOGS_PER_COMMAND = 16
@@ -41,7 +41,7 @@ class OutdatedInterests:
         unfit = table.unfit()
         self._ended &= unfit.keys()  # one that was forgotten and comes back is ended again
         new = {each: reason for each, reason in unfit.items() if each not in self._ended}
-        if not new or time.monotonic() < self._begun_at + BROKERS_S or not _is_latest(publisher):
+        if not new or time.monotonic() < self._begun_at + BROKERS_KNOW_S or not _is_latest(publisher):
             return
         head = publisher.query, publisher.version, publisher.execution, publisher.tick_ms
         payloads = {each: changed_payload(*head, new[each]) for each in new}

@@ -85,7 +85,7 @@ class _NoMachine:
         return []
 
     def deadline(self) -> float | None:
-        """Return None: nothing is due."""
+        """Return None: it has no timers."""
         return None
 
 
@@ -194,10 +194,10 @@ class DataClusterProcess(DaemonProcess[Any]):
         self._ingesting = asyncio.ensure_future(self._keep_ingesting())
         self._ingesting.add_done_callback(self._on_ingest_done)
         works = (
-            self._keep("queries", self._runner.follow_catalog, FOLLOW_S),
-            self._keep_begun("archive", self._runner.archive, self._config.archive_s),
-            self._keep_begun("upkeep", self._runner.tidy, UPKEEP_S),
-            self._keep_begun("watch", self._runner.watch, WATCH_S),
+            self._repeat("queries", self._runner.follow_catalog, FOLLOW_S),
+            self._repeat_once_begun("archive", self._runner.archive, self._config.archive_s),
+            self._repeat_once_begun("upkeep", self._runner.tidy, UPKEEP_S),
+            self._repeat_once_begun("watch", self._runner.watch, WATCH_S),
         )
         tasks = [self._ingesting, *map(asyncio.ensure_future, works)]
         try:
@@ -221,12 +221,12 @@ class DataClusterProcess(DaemonProcess[Any]):
             self._log.write(logging.CRITICAL, message, exception=error)
             self.end(EXIT_FAILED)
 
-    async def _keep_begun(self, name: str, work: Callable[[], Any], every_s: float) -> None:
-        """Do as ``_keep``, once this data cluster has begun."""
+    async def _repeat_once_begun(self, name: str, work: Callable[[], Any], every_s: float) -> None:
+        """Do some work as ``_repeat`` does, from when this data cluster has begun."""
         await self._begun.wait()
-        await self._keep(name, work, every_s)
+        await self._repeat(name, work, every_s)
 
-    async def _keep(self, name: str, work: Callable[[], Any], every_s: float) -> None:
+    async def _repeat(self, name: str, work: Callable[[], Any], every_s: float) -> None:
         """Do some work every ``every_s`` seconds, in a thread. One that fails is logged once, and tried again."""
         loop = asyncio.get_running_loop()
         while True:

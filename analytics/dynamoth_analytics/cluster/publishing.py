@@ -38,8 +38,8 @@ PUBLISHED_TOGETHER = 8
 """Commands whose result sets are published while the next ones are appended, at most."""
 
 RETRY_S = 0.5
-RETRY_S_MAX = 30.0
-"""A log server that fails is tried again this often, and by default for this time."""
+RETRY_FOR_S = 30.0
+"""A log server that fails is tried again every ``RETRY_S``, by default for ``RETRY_FOR_S``."""
 
 COUNTS = ("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished")
 """What is counted of an execution: docs/data-cluster.md explains each, in the section about the journal."""
@@ -71,7 +71,7 @@ class ResultPublisher:
     #: How long a log lives after its last reader or writer.
     ttl_s: float
     #: A log server that fails is tried again for this time; then the execution fails, and is repeated as a whole.
-    retry_s: float = RETRY_S_MAX
+    retry_s: float = RETRY_FOR_S
     #: Interests whose logs have a later execution already: what was to be published is in none of these.
     overtaken: list[str] = field(default_factory=list[str], compare=False)
 

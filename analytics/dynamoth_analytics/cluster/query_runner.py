@@ -113,7 +113,7 @@ class QueryRunner:
         self._retry_s = RETRY_S
         #: Whether the last attempt to start the stream has failed.
         self._could_not_start = False
-        #: Held while an execution runs.
+        #: Locked while an execution runs.
         self._executing = threading.Lock()
         self._stopping = threading.Event()
         #: The beginning of the window that comes next, or is executed; None: Spark has not asked for one.
@@ -261,8 +261,8 @@ class QueryRunner:
         if checkpoint is None and progress is None:
             progress = self._give_up(None, None, self._windows.now())
             _log.error(
-                "query %s has no checkpoint, and its log server has lost its progress: it goes on behind the records"
-                " that there are, with execution %d", name, progress.execution + 1,
+                "query %s has no checkpoint, and the log servers have lost its progress: it goes on behind the"
+                " records that are stored, with execution %d", name, progress.execution + 1,
             )  # fmt: skip
         elif checkpoint is None and progress is not None and progress.execution and not progress.is_dropped:
             _log.warning(
@@ -333,10 +333,10 @@ class QueryRunner:
             raise Stopping("the query is stopped")
 
     def _begin_window(self, batch: int, window: Window) -> None:
-        """Store a window at the log server, and then write its end to the checkpoint.
+        """Store a window at every log server, and then write its end to the checkpoint.
 
-        A data cluster that hangs may be taken over by one with the same folder. It is refused by the log server when it
-        goes on, and so does not change the window of an execution that the newer one is at work with.
+        A data cluster that hangs may be taken over by one with the same folder. When it goes on, the log servers refuse
+        it. So it does not change the window of an execution that the newer one is at work with.
         """
         if not self._is_done(self._execution):
             self._progress = Progress(self._execution, window, is_done=False)

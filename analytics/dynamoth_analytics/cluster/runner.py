@@ -44,8 +44,9 @@ _log = logging.getLogger("dynamoth.data-cluster")
 class ClusterRunner:
     """The queries of one data cluster. A query that fails does not hold up the others.
 
-    Its methods are called in threads, each by one thread at a time. They raise LogServerFailed and OSError, and can be
-    called again then; SparkFailed, TakenOver and WrongFolder are the end.
+    Its methods are called in threads, each by one thread at a time. After an error they can be called again:
+    LogServerFailed, OSError, other errors of ours, and those of Spark. After SparkFailed, TakenOver and WrongFolder the
+    process has to end.
 
     Args:
         spark: the session.
@@ -81,8 +82,8 @@ class ClusterRunner:
         self._ended: set[str] = set()
         #: When this process has found that a query was dropped, by its name.
         self._dropped_at: dict[str, float] = {}
-        #: Held while queries are started and stopped.
-        self._looking = threading.Lock()
+        #: Locked while queries are started and stopped.
+        self._changing = threading.Lock()
         self._is_stopping = False
 
     @property
@@ -114,7 +115,7 @@ class ClusterRunner:
 
     def follow_catalog(self) -> None:
         """Start, stop and restart queries, as the catalog and operators say."""
-        with self._looking:
+        with self._changing:
             if self._is_stopping:
                 return
             check_spark(self._spark)
@@ -187,7 +188,7 @@ class ClusterRunner:
         """Stop all queries; executions that run get ``wait_s`` to end."""
         self.prepare_stop()
         end = time.monotonic() + wait_s
-        with self._looking:
+        with self._changing:
             for name, runner in self._runners.items():
                 try:
                     runner.stop(end - time.monotonic())
@@ -258,7 +259,7 @@ class ClusterRunner:
         now = time.monotonic()
         self._dropped_at = {name: self._dropped_at.get(name, now) for name in catalog.dropped_queries}
         for name in catalog.dropped_queries - self._ended:
-            if now < self._dropped_at[name] + outdated.BROKERS_S:
+            if now < self._dropped_at[name] + outdated.BROKERS_KNOW_S:
                 continue
             with failures.kept():
                 end_dropped(context, name)

@@ -102,7 +102,7 @@ class LogServers:
     def doubts(self, server: str) -> list[str]:
         """Return how the settings of a server make it lose what it stores, with the cures. Raises LogServerFailed.
 
-        INFO does not tell ``appendfsync``.
+        INFO does not show ``appendfsync``.
         """
         info: Any = self._try(server, lambda client: client.info())
         found: list[str] = []

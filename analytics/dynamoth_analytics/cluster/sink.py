@@ -8,6 +8,8 @@ Rows have the columns ``channel`` and ``payload``, each a string or bytes. Optio
 ``url``          of the Dynamoth cluster
 ``logs``         the log servers, ``ID=URL`` separated by spaces: rows are appended to the log of their channel, and
                  then published
+``ssl_...``      of log servers with ``rediss://``: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``,
+                 ``ssl_cert_reqs``, as redis-py has them
 ``durable``      ``true``: the log servers lose nothing when they restart
 ``ordered_by``   a column. Several rows of one channel in a batch are published in its order, within a Spark partition
 ``retained``     how many publications a log keeps, at least (default 10000)
@@ -24,7 +26,7 @@ batch is the execution of the log. A new checkpoint begins at batch 0, which a l
 batch fails, and says so. Use other channels, or let the logs end first. (A log whose only batch is batch 0 takes it for
 repeated.) Several rows of one channel in one Spark partition are an error; the batch is not published from that
 partition. Rows of one channel must be in one partition: ``repartition("channel")``. Where they are not, the log keeps
-the first, as it cannot tell the others from a repeated task; the batch then fails, and says so. A log server that
+the first, as the others look like those of a repeated task; the batch then fails, and says so. A log server that
 restarts and is not ``durable`` begins its logs again: a batch that is repeated just then is appended again.
 
 With ``logs`` and ``ordered_by``, or a batch (``df.write``): rows are appended at least once, in order within a Spark
@@ -187,7 +189,7 @@ class BatchWriter(DataSourceWriter):
         self._sink = _sink(options, schema)
 
     def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
-        """Publish the rows of a task."""
+        """Publish the rows of a task. Raises SinkFailed and LogServerFailed: then the task has failed."""
         return self._sink.write(iterator, None)
 
 
@@ -198,11 +200,11 @@ class StreamWriter(DataSourceStreamWriter):
         self._sink = _sink(options, schema)
 
     def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
-        """Publish the rows of a task."""
+        """Publish the rows of a task. Raises SinkFailed and LogServerFailed: then the task has failed."""
         context = TaskContext.get()
         number = context.getLocalProperty(BATCH_ID_PROPERTY) if context is not None else None
         if number is None:
-            raise SinkFailed("Spark does not tell the number of the batch: this version of Spark is not supported")
+            raise SinkFailed("Spark does not give the number of the batch: this version of Spark is not supported")
         return self._sink.write(iterator, int(number) + 1)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:

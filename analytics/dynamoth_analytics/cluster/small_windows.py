@@ -200,7 +200,7 @@ def pairs(tables: Mapping[str, Table], interests: int) -> int:
 
 
 def _is_large(rows: int, files: Sequence[Path]) -> bool:
-    """Return whether files with so many rows have too many of them, or too many bytes. They are not read."""
+    """Return whether files with ``rows`` rows have too many rows or bytes. Only their metadata is read."""
     if rows > ROWS_MAX:
         return True
     found = [parquet.read_metadata(each) for each in files]

@@ -12,6 +12,8 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 
 ==================  ===============================================================================================
 ``logs``            the log servers, ``ID=URL`` separated by spaces: those of the brokers
+``ssl_...``         of log servers with ``rediss://``: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``,
+                    ``ssl_cert_reqs``, as redis-py has them
 ``dataset``         its name
 ``archive``         the folder of the data cluster's archive, for records that are no longer at Redis
 ``fail_on_loss``    ``false``: records that are neither at Redis nor in the archive are left out; else an error
@@ -113,7 +115,10 @@ class _Place:
 
 
 class DynamothSource(DataSource):
-    """Registered as ``dynamoth``."""
+    """Registered as ``dynamoth``.
+
+    Its methods raise ConfigError (an option is wrong, or there is no such dataset) and LogServerFailed.
+    """
 
     @classmethod
     def name(cls) -> str:

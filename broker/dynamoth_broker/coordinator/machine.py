@@ -359,7 +359,7 @@ class CoordinatorMachine:
         return actions
 
     def _announce(self, now: float) -> list[CoordinatorAction]:
-        """Tell brokers where users can go."""
+        """Send brokers the list of those that take users."""
         self._timers.add(now + self.options.report_s, self._announce)
         if not self.is_leading:
             return []

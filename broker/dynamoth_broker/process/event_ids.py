@@ -2,7 +2,7 @@
 
 A browser sends the last id back in a header, which proxies and servers bound. So an id is binary, in base64url: the
 version, then per subscription the first 4 bytes of the interest id, the epoch (8 bytes), and the offset in base 128,
-lowest digits first. 4 bytes are enough to tell the few subscriptions of one stream apart; where they are not, the id
+lowest digits first. 4 bytes are enough to distinguish the few subscriptions of one stream; where they are not, the id
 says nothing of either.
 """
 

@@ -112,7 +112,7 @@ class SseServer:
     ) -> SseServer:
         """Listen at ``host`` and ``port`` (0: any that is free, see :attr:`port`).
 
-        ``event_id`` is called for each frame in ``send``; it has no line breaks. ``user_of`` tells the streams of
+        ``event_id`` is called for each frame in ``send``; it has no line breaks. ``user_of`` keeps the streams of
         different users with one session apart. With ``post_records``, records of datasets are taken, too. Raises
         ConfigError.
         """

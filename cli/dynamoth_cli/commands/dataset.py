@@ -17,12 +17,12 @@ from dynamoth.data.records import (
     finish_load_command,
     latest_command,
     parse_latest,
-    parse_tip,
+    parse_state,
     partition_keys,
     partition_name,
     partition_of,
     partition_server,
-    tip_command,
+    state_command,
 )
 from dynamoth.errors import ConfigError, printable
 from dynamoth_cli.data_admin import (
@@ -111,7 +111,7 @@ async def _stored(links: DataLinks, dataset: Dataset) -> tuple[int, int]:
         name = partition_name(dataset.stream, number)
         server = partition_server(name, links.ids)
         records += await links.command(server, (b"XLEN", partition_keys(name)[1]), repeats=True)
-        restarts += parse_tip(await links.command(server, tip_command(name), repeats=True))[1]
+        restarts += parse_state(await links.command(server, state_command(name), repeats=True)).restarts
     return records, restarts
 
 

@@ -31,12 +31,10 @@ from dynamoth.data.records import (
     Record,
     parse_records,
     parse_state,
-    parse_tip,
-    partition_name,
+    partition_names,
     partition_server,
     range_command,
     state_command,
-    tip_command,
 )
 from dynamoth.data.results import result_payload
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
@@ -210,13 +208,11 @@ class ModelQuery:
     def _tips(self) -> Asking:
         tips: dict[str, int] = {}
         for name in self._partitions():
-            reply = yield from ask(partition_server(name, self._place.servers), *tip_command(name))
-            tips[name] = parse_tip(reply)[0]
+            tips[name] = (yield from self._state(name)).offset
         return tips
 
     def _partitions(self) -> list[str]:
-        dataset = self._place.datasets[self._query.on]
-        return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]
+        return partition_names(self._place.datasets[self._query.on])
 
     def _now_ms(self) -> Asking:
         latest = 0

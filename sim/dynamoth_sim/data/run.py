@@ -9,12 +9,12 @@ from functools import partial
 from dynamoth.data.catalog import QUERIES_KEY
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.progress import progress_key
-from dynamoth.data.records import partition_name, partition_of
+from dynamoth.data.records import partition_name, partition_names, partition_of
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.data.folder import Folder
 from dynamoth_sim.data.users import Reporter
-from dynamoth_sim.data.world import DATASETS, QUERIES, TYPES, DataOptions, DataWorld, data_edge, partitions
+from dynamoth_sim.data.world import DATASETS, QUERIES, TYPES, DataOptions, DataWorld, data_edge
 from dynamoth_sim.edge.run import (
     CRASHES,
     DOWN_S_MAX,
@@ -315,7 +315,7 @@ class _Workload:
     def report_everything(self) -> None:
         """Report records of each type, and go on until every partition has one."""
         left = [(dataset, type_) for dataset in DATASETS for type_ in TYPES]
-        without = {name for dataset in DATASETS for name in partitions(dataset)}
+        without = {name for dataset in DATASETS for name in partition_names(dataset)}
         for reporter in self._edge.reporters:
             self._report_next(reporter, left, without)
 
@@ -332,4 +332,4 @@ class _Workload:
 
 def _dataset_of(names: set[str]) -> Dataset:
     """Return the first dataset that has one of these partitions."""
-    return next(each for each in DATASETS if names.intersection(partitions(each)))
+    return next(each for each in DATASETS if names.intersection(partition_names(each)))

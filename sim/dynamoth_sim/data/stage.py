@@ -14,7 +14,7 @@ from dynamoth_sim.audit import Violation
 from dynamoth_sim.data.cluster import DataClusterApp
 from dynamoth_sim.data.tasks import Command
 from dynamoth_sim.data.users import QueryUser, Reporter
-from dynamoth_sim.data.world import DATASETS, TYPES, DataOptions, DataWorld, partitions
+from dynamoth_sim.data.world import DATASETS, TYPES, DataOptions, DataWorld
 from dynamoth_sim.edge.stage import EdgeScenario, EdgeStage
 from dynamoth_sim.edge.world import EdgeWorld
 from dynamoth_sim.world.redis import RedisServer
@@ -138,7 +138,7 @@ class DataStage(EdgeStage):
         self.data.data_audit.calm()
         for dataset in DATASETS:
             for type_ in TYPES:
-                for _ in partitions(dataset):
+                for _ in range(dataset.partitions):
                     self.report(query_interest(f"{dataset.name}_of", {"type": type_}))
         self.run_executions()
 

@@ -10,7 +10,7 @@ from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_comma
 from dynamoth.data.datasets import Dataset, Field
 from dynamoth.data.progress import begin_progress_command
 from dynamoth.data.queries import Parameter, StandingQuery
-from dynamoth.data.records import parse_records, partition_keys, partition_name, partition_server
+from dynamoth.data.records import parse_records, partition_keys, partition_names, partition_server
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster
@@ -105,7 +105,7 @@ class DataWorld(EdgeWorld):
                 self.execute(server, put_command(QUERIES_KEY, query.name, entry_of(query)))
         datasets = {each.name: each for each in DATASETS}
         for query in QUERIES:
-            offsets = dict.fromkeys(partitions(datasets[query.on]), 0)
+            offsets = dict.fromkeys(partition_names(datasets[query.on]), 0)
             for server in self.logs.values():
                 self.execute(server, begin_progress_command(query.name, {"tick_ms": 0, "offsets": offsets}))
 
@@ -142,7 +142,7 @@ class DataWorld(EdgeWorld):
 
     def streams(self) -> dict[str, dict[str, dict[int, str]]]:
         """Return the ids of all records that log servers have, by dataset, partition and offset."""
-        return {dataset.name: {name: self._records(name) for name in partitions(dataset)} for dataset in DATASETS}
+        return {dataset.name: {name: self._records(name) for name in partition_names(dataset)} for dataset in DATASETS}
 
     def _records(self, partition: str) -> dict[int, str]:
         server = self.logs[partition_server(partition, tuple(self.logs))]
@@ -154,8 +154,3 @@ class DataWorld(EdgeWorld):
         """Return whose records are not acknowledged."""
         late = [each.name for each in self.reporters if each.is_reporting]
         return [Violation("B5", f"these still report: {', '.join(late)}", self.world.now)] if late else []
-
-
-def partitions(dataset: Dataset) -> list[str]:
-    """Return the names of a dataset's partitions."""
-    return [partition_name(dataset.stream, number) for number in range(dataset.partitions)]

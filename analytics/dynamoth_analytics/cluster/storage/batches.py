@@ -99,7 +99,7 @@ def _offsets_of(group: Any, column: int) -> tuple[int, int]:
 def write_file(path: Path, schema: Any, tables: Iterator[Any], check: Callable[[], None] = lambda: None) -> None:
     """Write tables to a Parquet file, which appears as a whole or not at all, and is on disk then. Raises OSError.
 
-    No more than one row group is held in memory, besides the table that comes next. ``check`` is called right before
+    No more than one row group is in memory, besides the table that comes next. ``check`` is called right before
     the file appears: if it raises, there is no file.
     """
     with (

@@ -55,7 +55,7 @@ class CheckpointFolder:
             values = json.loads((self._folder / BASE_FILE).read_text(encoding="utf-8"))
             return CheckpointBase(values["base"], values["start"], values["end"], values["datasets"])
         except (FileNotFoundError, ValueError, KeyError):
-            return None  # it never came to be, or is damaged: what the log server has stored counts then
+            return None  # it was never completed, or is damaged: what the log servers have stored counts then
 
     def begin(self, base: CheckpointBase) -> None:
         """Begin a new one in place of the former one. Raises OSError; where the disk is full, that is still there."""

@@ -1,8 +1,8 @@
 """Keyed datasets as of an offset: the latest record of each key.
 
-A *base* is a Parquet file with the latest records up to some offsets. A snapshot is a base and the records behind it.
-So it is the same whenever it is computed, and costs what the dataset has keys, however long its history is. A new base
-is written when many records are behind the newest one, in proportion to its keys.
+A *base* is a folder of Parquet files with the latest records up to some offsets. A snapshot is a base and the records
+behind it. So it is the same whenever it is computed, and its cost depends on the number of keys, not on the length of
+the history. A new base is written when many records are behind the newest one, in proportion to its keys.
 
 The latest record of a key is the last one of its partition, by offset. A key has records in several partitions after an
 operator has changed their number: then the latest of those counts that were the last ones of their partitions, by the
@@ -81,7 +81,7 @@ class KeyedSnapshots:
     def __init__(self, folder: Path, options: Mapping[str, str]) -> None:
         self._folder = folder
         self._options = options
-        #: By dataset: held while a base is written or deleted.
+        #: By dataset: locked while a base is written or deleted.
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def at(self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int]) -> DataFrame:
