@@ -30,6 +30,7 @@ from dynamoth.data.progress import (
 )
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import partition_names
+from dynamoth.data.terms import TERM_KEY
 from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.publishing import ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
@@ -77,7 +78,7 @@ class ClusterContext:
         return ResultPublisher(
             self.servers, self.cluster_url, query.name, query.version, execution, tick_ms, self.term,
             query.inline_bytes_max if query.delivery == "inline" else -1, query.result_bytes_max, query.retained_min,
-            max(self.ttl_s, query.keep_s), self.append_retry_s,
+            max(self.ttl_s, query.keep_s), self.append_retry_s, fence=TERM_KEY,
         )  # fmt: skip
 
     def table_folder(self, query: str) -> Path:

@@ -352,6 +352,12 @@ class QueryRunner:
         counts = Counter[str]()
         if not self._is_done(execution):
             counts = self.executions.run(spark, execution, window)
+            if counts["overtaken"]:
+                _log.error(
+                    "query %s: %d result sets of execution %d were not stored, as their logs have later executions: was"
+                    " its progress restored from an older copy than these logs? Users miss them",
+                    name, counts["overtaken"], execution,
+                )  # fmt: skip
             values = {
                 "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,
                 "interests": len(self.executions.interests), "seconds": round(time.monotonic() - began, 3),

@@ -185,8 +185,8 @@ def executions_are_not_numbered() -> AbstractContextManager[None]:
     """Result sets are appended whatever execution a log has."""
     numbers = count(1)
 
-    def append(publications: Any, run_id: str, options: Any, term: int, execution: int) -> Any:
-        return append_many_command(publications, run_id, options, term, 1000 * execution + next(numbers))
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int, fence: bytes) -> Any:
+        return append_many_command(publications, run_id, options, term, 1000 * execution + next(numbers), fence)
 
     return replaced(model_query, append_many_command=append)
 
@@ -236,12 +236,21 @@ def terms_are_not_checked() -> Generator[None]:
     def store(query: str, progress: Progress, term: int) -> Any:
         return store_progress_command(query, progress, SAME_TERM)
 
-    def append(publications: Any, run_id: str, options: Any, term: int, execution: int) -> Any:
-        return append_many_command(publications, run_id, options, SAME_TERM, execution)
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int, fence: bytes) -> Any:
+        return append_many_command(publications, run_id, options, SAME_TERM, execution, fence)
 
     look = replaced(Program, _check_term=look_away)
     with look, replaced(model_query, store_progress_command=store, append_many_command=append):
         yield
+
+
+def logs_have_terms_alone() -> AbstractContextManager[None]:
+    """A log refuses a former data cluster only when the newer one has written it."""
+
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int, _fence: bytes) -> Any:
+        return append_many_command(publications, run_id, options, term, execution)
+
+    return replaced(model_query, append_many_command=append)
 
 
 @contextmanager
@@ -308,6 +317,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-loses-its-disk-after-appending", progress_is_not_read, "D4"),
     Check("data-hangs-while-appending", terms_are_not_checked, "expected"),
     Check("data-hangs-while-appending", unfinished_executions_are_skipped, "D1"),
+    Check("data-appends-when-an-interest-is-new", logs_have_terms_alone, "D5"),
     Check("data-goes-on-with-the-same-folder", windows_are_those_of_the_folder, "expected"),
     Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
     Check("data-two-begin-at-once", terms_have_no_owners, "expected"),

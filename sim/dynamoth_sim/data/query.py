@@ -39,6 +39,7 @@ from dynamoth.data.records import (
     tip_command,
 )
 from dynamoth.data.results import result_payload
+from dynamoth.data.terms import TERM_KEY
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
 from dynamoth.edge.publications import LoggedPublication, pack_publication
@@ -334,7 +335,7 @@ class ModelQuery:
             try:
                 run_id = "" if place.durable else _run_id((yield from ask(server, b"INFO", b"server")))
                 new = [(interest, payload, place.new_epoch()) for interest, payload in results]
-                command = append_many_command(new, run_id, options, place.term, execution)
+                command = append_many_command(new, run_id, options, place.term, execution, TERM_KEY)
                 return parse_appended_many((yield from ask(server, *command)))
             except ServerFailed as error:
                 if is_fenced(str(error)) or place.machine.now > deadline:

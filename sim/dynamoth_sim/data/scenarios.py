@@ -249,6 +249,27 @@ def hangs_while_appending(stage: DataStage) -> None:
     stage.expect_results(user, 2)
 
 
+def appends_when_an_interest_is_new(stage: DataStage) -> None:
+    """A former data cluster appends to a log that has ended and begun again: it is refused, and W gets nothing old."""
+    stage.query_user("V", ALERTS_B)
+    former, user = stage.data.current, _append_under_way(stage)
+    for process in former.processes:
+        process.pause()
+    with stage.held(former.name, stage.log_of(ALERTS_A).id, to_server=True):
+        stage.data.current = stage.data.data_clusters[1]
+        stage.start_data_cluster(stage.data.current)
+        stage.run_executions()
+        stage.expect_results(user, 1)
+        user.leave(ALERTS_A)
+        stage.run(SHORT_BROKER_OPTIONS.linger_s + 2 * KEEP_S)
+        newcomer = stage.query_user("W", ALERTS_A)
+    stage.run(AT_ONCE_S)
+    stage.expect_results(newcomer, 0)
+    for process in former.processes:
+        process.resume()
+    stage.wait("the former data cluster ends", lambda: not former.is_running)
+
+
 def goes_on_with_the_same_folder(stage: DataStage) -> None:
     """A data cluster hangs when it has nearly sealed a window, and one with the same folder takes over.
 
@@ -312,6 +333,7 @@ def comes_back_with_an_old_disk(stage: DataStage) -> None:
 
 
 DATA_SCENARIOS: dict[str, DataScenario] = {
+    "data-appends-when-an-interest-is-new": DataScenario(appends_when_an_interest_is_new, edge=data_edge()),
     "data-answer-is-lost": DataScenario(answer_is_lost, edge=data_edge(), losses_allowed=True),
     "data-comes-back-with-an-old-disk": DataScenario(comes_back_with_an_old_disk, edge=data_edge()),
     "data-comes-back-late": DataScenario(comes_back_late, edge=data_edge(), losses_allowed=True),
