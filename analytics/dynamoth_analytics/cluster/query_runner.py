@@ -218,7 +218,7 @@ class QueryRunner:
             "end": skipped.window.end, "seconds": 0.0, "ended_ms": _now_ms(), "skipped": True,
         }  # fmt: skip
         write_execution(context.journal, self.query.name, values)
-        context.store_progress(self.query.name, skipped)
+        context.store_progress(self.query.name, skipped, follows=False)
         return skipped
 
     def show_failure(self, error: BaseException) -> None:
@@ -269,6 +269,8 @@ class QueryRunner:
                 "query %s has no checkpoint: it goes on where the log server says that execution %d %s",
                 name, progress.execution, "ended" if progress.is_done else "began",
             )  # fmt: skip
+        if progress is not None:
+            self._context.store_progress(name, progress)  # a process that died may have stored it at some servers only
         self._progress = progress
         if self._has_spark_failed:
             _log.warning("query %s: Spark has failed, maybe as it cannot read its files: they are made again", name)
