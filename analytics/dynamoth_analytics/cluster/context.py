@@ -126,8 +126,8 @@ class ClusterContext:
                     raise
                 raise RecordsLost(
                     f"log server {id_} has lost what it had stored, though log_durable is set: was an older copy"
-                    " restored? It may give offsets again. Prepare it as docs/operating.md says (Backup and restore),"
-                    " or go on with what there is: `dynamoth query restart`"
+                    " restored? It may give offsets again: see docs/operating.md (Backup and restore), and then"
+                    " `dynamoth query restart`"
                 ) from error
 
     def begin(self, query: str) -> WindowEnd | None:
