@@ -9,6 +9,10 @@ seconds, a folder that came back from a backup, or that of another machine). The
 does not fit is begun again. So the execution that may have been published in part is repeated with the same number and
 the same window, or the next one goes on behind it.
 
+A server that is *durable* loses nothing: when progress is stored, it has the one before (``BEHIND``). If not, it was
+restored from an older copy, and gives offsets again that its partitions and logs had given before. So that is noticed
+with the next window, and not only when offsets show it.
+
 Only the newest data cluster may store progress (``terms``).
 """
 
@@ -21,9 +25,29 @@ from hashlib import blake2b
 from typing import Any, NotRequired, TypedDict
 
 from dynamoth.data.records import DATA_PREFIX
-from dynamoth.data.terms import store_command
+from dynamoth.data.terms import REFUSE_FORMER, TERM_KEY, store_command
 from dynamoth.machine.events import CommandPart
 from dynamoth.protocol.wire import parser, read_bytes
+
+BEHIND = "BEHIND"
+"""The first word of the error of a server that has an older progress than it should have."""
+
+PROGRESS_SCRIPT = (
+    REFUSE_FORMER
+    + b"""local before, least = redis.call('GET', KEYS[2]), tonumber(ARGV[3])
+if before and least > 0 then
+  local known = cjson.decode(before)
+  if 2 * known.execution + (known.done and 1 or 0) < least then
+    return redis.error_reply('"""
+    + BEHIND.encode()
+    + b""" the progress that was stored here')
+  end
+end
+redis.call('SET', KEYS[2], ARGV[2])
+return redis.status_reply('OK')
+"""
+)
+"""Stores the progress of a query, unless a newer data cluster is there, or the one before is missing."""
 
 
 class WindowEnd(TypedDict):
@@ -56,6 +80,11 @@ class Progress:
     is_done: bool
     #: Whether the query was dropped, and its users got the last publication. This has a number as an execution has.
     is_dropped: bool = False
+
+    @property
+    def step(self) -> int:
+        """A number that grows by 1 with each progress that is stored: an execution begins, and is done."""
+        return 2 * self.execution + self.is_done
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +238,22 @@ def status_key(query: str) -> bytes:
     return DATA_PREFIX + b"{" + query.encode() + b"}:status"
 
 
-def store_progress_command(query: str, progress: Progress, term: int) -> tuple[CommandPart, ...]:
-    """Return the command that stores the progress of a query; refused with ``FENCED`` for a former data cluster."""
-    return store_command(progress_key(query), _as_text(progress), term)
+def store_progress_command(
+    query: str, progress: Progress, term: int, *, follows: bool = False
+) -> tuple[CommandPart, ...]:
+    """Return the command that stores the progress of a query; refused with ``FENCED`` for a former data cluster.
+
+    ``follows``: it is refused with ``BEHIND``, too, where the server has an older one than that right before it. A
+    server that has none takes any.
+    """
+    step = progress.step - 1 if follows else 0
+    arguments = b"%d" % term, _as_text(progress), b"%d" % step
+    return b"EVAL", PROGRESS_SCRIPT, b"2", TERM_KEY, progress_key(query), *arguments
+
+
+def is_behind(error: str) -> bool:
+    """Return whether an error of a log server says that it has an older progress than it had."""
+    return BEHIND in error.split()[:2]
 
 
 def begin_progress_command(query: str, end: WindowEnd, execution: int = 0) -> tuple[CommandPart, ...]:

@@ -46,7 +46,7 @@ return {term, 0}
 """
 """Raises the term of a server for an owner; returns the term after that, and whether the owner has it."""
 
-_REFUSE_FORMER = (
+REFUSE_FORMER = (
     b"""local term = redis.call('GET', KEYS[1])
 if term and tonumber(term) > tonumber(ARGV[1]) then
   return redis.error_reply('"""
@@ -55,16 +55,17 @@ if term and tonumber(term) > tonumber(ARGV[1]) then
 end
 """
 )
+"""The first lines of scripts that only the newest data cluster may call: its term is their first argument."""
 
 STORE_SCRIPT = (
-    _REFUSE_FORMER
+    REFUSE_FORMER
     + b"""redis.call('SET', KEYS[2], ARGV[2])
 return redis.status_reply('OK')
 """
 )
 """Stores a value, unless a newer data cluster is there."""
 
-TRIM_SCRIPT = _REFUSE_FORMER + b"return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])\n"
+TRIM_SCRIPT = REFUSE_FORMER + b"return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])\n"
 """Removes the first records of a stream, unless a newer data cluster is there."""
 
 Command = tuple[CommandPart, ...]

@@ -11,8 +11,9 @@ other publications. So the log is bound to the server's process: a caller gives 
 that differs from the stored one, the log begins again under a new epoch. An operator who knows that every append is
 durable (``appendfsync always``) leaves the run id empty, and the epoch stays.
 
-*Fence.* A writer with a term below the stored one is refused: another one has taken over. An execution that was
-appended before is not appended again, so a writer may repeat what was not answered.
+*Fence.* A writer with a term below the stored one is refused: another one has taken over. A log that the other one has
+not written knows nothing of it: so writers of many logs also name a key with the term of the newest one (``fence``). An
+execution that was appended before is not appended again, so a writer may repeat what was not answered.
 
 The scripts' effects are written here in Python, too (``evaluate``), for models of Redis; a test holds both to the same.
 """
@@ -87,8 +88,13 @@ return {epoch, offset, 1}
 
 APPEND_MANY_SCRIPT = b"""redis.replicate_commands()
 local run, ttl, term, execution, reply = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), {}
-for i = 1, #KEYS, 2 do
-  local key, stream = KEYS[i], KEYS[i + 1]
+local fences = #KEYS % 2
+local newest = fences == 1 and redis.call('GET', KEYS[1])
+if newest and tonumber(newest) > term then
+  return redis.error_reply('FENCED by a newer writer, term ' .. newest)
+end
+for i = 1, #KEYS - fences, 2 do
+  local key, stream = KEYS[fences + i], KEYS[fences + i + 1]
   local meta = redis.call('HMGET', key, 'run', 'epoch', 'offset', 'term', 'execution', 'executed_at')
   local epoch, offset = meta[2], tonumber(meta[3])
   if not epoch or (run ~= '' and meta[1] ~= run) then
@@ -117,7 +123,10 @@ for i = 1, #KEYS, 2 do
 end
 return reply
 """
-"""Appends one publication to each of many logs, with one execution: for each, what ``APPEND_SCRIPT`` does."""
+"""Appends one publication to each of many logs, with one execution: for each, what ``APPEND_SCRIPT`` does.
+
+An odd number of keys begins with the fence.
+"""
 
 READ_SCRIPT = (
     BEGIN
@@ -246,7 +255,12 @@ def append_command(
 
 
 def append_many_command(
-    publications: Sequence[tuple[str, bytes, int]], run_id: str, options: LogOptions, term: int, execution: int
+    publications: Sequence[tuple[str, bytes, int]],
+    run_id: str,
+    options: LogOptions,
+    term: int,
+    execution: int,
+    fence: bytes = b"",
 ) -> tuple[CommandPart, ...]:
     """Return the command that appends one publication to each of several logs of one server.
 
@@ -256,9 +270,12 @@ def append_many_command(
         options: how long they are kept.
         term: of the writer; see ``append_command``.
         execution: the same for all of them, 1 or more.
+        fence: the key of a string with the term of the newest writer: one with a smaller term appends to none of the
+            logs. Empty: only the terms of the logs themselves count.
 
     """
-    keys = [key for interest_id, _, _ in publications for key in log_keys(interest_id)]
+    keys = [fence] if fence else []
+    keys += [key for interest_id, _, _ in publications for key in log_keys(interest_id)]
     run, _, ttl = begin_arguments(run_id, 0, options)
     arguments = [part for _, payload, epoch in publications for part in (b"%016x" % epoch, payload)]
     return (
@@ -359,7 +376,7 @@ def is_script(words: Sequence[bytes]) -> bool:
 def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
     """Do what Redis does with a script of ours: for models of Redis.
 
-    ``execute`` gets the words of a command (HMGET, HSET, DEL, PEXPIRE, XADD, XRANGE) and returns its reply.
+    ``execute`` gets the words of a command (GET, HMGET, HSET, DEL, PEXPIRE, XADD, XRANGE) and returns its reply.
     """
     if words[1] == TIPS_SCRIPT:
         return _evaluate_tips(words, execute)
@@ -394,8 +411,12 @@ def _evaluate_append_many(words: Sequence[bytes], execute: Callable[..., Any]) -
     """Append to one log after the other; those before one that refuses keep what they got, as in Redis."""
     count = int(words[2])
     keys, (run_id, ttl_ms, term, execution, retained_min, *rest) = words[3 : 3 + count], words[3 + count :]
+    if count % 2:
+        newest, keys = execute(b"GET", keys[0]), keys[1:]
+        if newest is not None and int(newest) > int(term):
+            return ErrorReply(f"{FENCED} by a newer writer, term {int(newest)}")
     reply: list[Any] = []
-    for number in range(0, count, 2):
+    for number in range(0, len(keys), 2):
         epoch, payload = rest[number : number + 2]
         arguments = (run_id, epoch, ttl_ms, term, execution, retained_min, payload)
         one = evaluate([b"EVAL", APPEND_SCRIPT, b"2", *keys[number : number + 2], *arguments], execute)

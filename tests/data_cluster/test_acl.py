@@ -25,7 +25,7 @@ from dynamoth.data.progress import (
 )
 from dynamoth.data.records import append_records_command, partition_keys, state_command
 from dynamoth.data.registrations import register_command, registration_keys
-from dynamoth.data.terms import claim_command, trim_command
+from dynamoth.data.terms import TERM_KEY, claim_command, trim_command
 from dynamoth.edge.interests import query_interest
 from dynamoth.edge.log import SERVERS_KEY, log_keys, servers_value
 from dynamoth_analytics.cluster.ingest import Ingest
@@ -198,7 +198,7 @@ def _execute(guarded: Guarded, interest: str, folder: Path) -> None:
     servers.run("l1", store_status_command("of_number", QueryStatus(), term))
     publisher = ResultPublisher(
         servers, guarded.cluster_url("data-cluster"), "of_number", 1, 1, 1, term,
-        inline_bytes_max=1000, result_bytes_max=1000, retained_min=10, ttl_s=60.0,
+        inline_bytes_max=1000, result_bytes_max=1000, retained_min=10, ttl_s=60.0, fence=TERM_KEY,
     )  # fmt: skip
     counts = publisher.publish_payloads([(interest, b"{}")])
     assert (counts["result_sets"], counts["unpublished"]) == (1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dynamoth.data.records import partition_keys, partition_name
 from dynamoth_analytics.cluster import query_runner
 from dynamoth_analytics.cluster.query_runner import QueryRunner
 from dynamoth_analytics.cluster.sql import nulls
+from dynamoth_analytics.cluster.storage.reading import RecordsLost
 from tests.data_cluster.world import STATIC, World, reports, until
 
 KEYED: dict[str, Any] = {"kind": "keyed", "key": "id", "id": "", "partitions": 1}
@@ -106,6 +108,36 @@ def test_a_query_that_reads_a_keyed_dataset_goes_on_behind_a_loss_when_it_is_res
     finally:
         runner.stop(10.0)
     assert world.rows(interest) == [*first, [{"id": "b", "size": 3}]]
+
+
+def test_a_durable_server_that_is_restored_is_noticed_with_the_next_window(driver: SparkSession, world: World) -> None:
+    """Though it has given all offsets again that were read: else the next window would lack their records."""
+    world.servers = replace(world.servers, durable=True)
+    dataset, query = world.set_dataset(partitions=1), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    server = world.servers.server_of(partition_name(dataset.stream, 0))
+    until(lambda: runner.status.state == "running", runner)
+    world.append(dataset, *reports("fire", "a"))
+    until(lambda: runner.status.execution == 1, runner)
+    copy = {key: world.servers.run(server, (b"DUMP", key)) for key in world.servers.run(server, (b"KEYS", b"*"))}
+    world.append(dataset, *reports("fire", "b", "c"))
+    until(lambda: "c" in world.ids(interest), runner)
+    runner.stop(10.0)
+    world.servers.run(server, (b"FLUSHALL",))
+    for key, value in copy.items():
+        world.servers.run(server, (b"RESTORE", key, b"0", value))
+    world.append(dataset, *reports("fire", "d", "e", "f"))
+    runner = world.runner(world.context(driver), query, dataset)
+    try:
+        with pytest.raises(RecordsLost, match=f"log server {server} has lost what it had stored, though log_durable"):
+            runner.keep_running()
+        runner.restart()
+        world.append(dataset, *reports("fire", "g"))
+        until(lambda: "g" in world.ids(interest), runner)
+    finally:
+        runner.stop(10.0)
+    assert not {"d", "e", "f"}.intersection(world.ids(interest)), "an operator has given them up"
 
 
 def test_a_window_that_a_server_has_lost_is_not_executed_without_its_records(

@@ -15,6 +15,7 @@ import pyarrow as arrow  # pyright: ignore[reportMissingTypeStubs]
 import pytest
 import redis
 
+from dynamoth.data.terms import TERM_KEY
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, unpack_publication
 from dynamoth.protocol.envelope import open_envelope
@@ -120,6 +121,25 @@ def test_a_former_data_cluster_publishes_nothing(world: World) -> None:
     with pytest.raises(TakenOver):
         publish(publisher(world), (one, 1, "[7]"))
     assert world.rows(one) == [[6]]
+
+
+def test_a_former_data_cluster_publishes_nothing_to_logs_that_the_newer_one_has_not_written(world: World) -> None:
+    ids = interests(20)
+    assert world.servers.take_term("newer") == 1
+    assert world.servers.claim_term(6, "newer") is None
+    with pytest.raises(TakenOver):
+        publish(publisher(world, fence=TERM_KEY), *((each, 1, "[5]") for each in ids))
+    assert not any(world.log(each) for each in ids)
+    publish(publisher(world, term=6, fence=TERM_KEY), *((each, 1, "[6]") for each in ids))
+    assert [world.rows(each) for each in ids] == [[[6]]] * len(ids)
+
+
+def test_result_sets_whose_logs_have_later_executions_are_counted(world: World) -> None:
+    one, other, *_ = interests(2)
+    publish(publisher(world, execution=9), (one, 1, "[9]"))
+    counts = publish(publisher(world, execution=7), (one, 1, "[7]"), (other, 1, "[7]"))
+    assert (counts["overtaken"], counts["repeated"], counts["result_sets"]) == (1, 0, 2)
+    assert (world.rows(one), world.rows(other)) == ([[9]], [[7]])
 
 
 def test_a_log_that_refuses_fails_the_execution_and_the_repetition_completes_it(world: World) -> None:

@@ -154,7 +154,7 @@ def test_whatever_dies_each_window_is_executed_once_more_at_most(data: st.DataOb
 
 def test_what_is_stored_is_read() -> None:
     for each in (progress(3), progress(3, is_done=False), progress(4, is_dropped=True)):
-        text = store_progress_command("nearby", each, 5)[-1]
+        text = store_progress_command("nearby", each, 5)[-2]
         assert parse_progress(text) == each
     assert parse_progress(None) is None
     status = QueryStatus("failing", 1, "why", 2, {"reports": 8}, 3, 4, 5, 6, 0.5, {"failures": 7})

@@ -33,6 +33,7 @@ from dynamoth_sim.world.world import World
 OPTIONS = LogOptions()
 LOG = "a" * 22
 OTHER = "b" * 22
+FENCE = b"the newest term"
 EPOCH, OTHER_EPOCH = 0x1234, 0xABCD
 
 
@@ -41,10 +42,15 @@ def append(payload: bytes, run: str = "run1", epoch: int = EPOCH, **arguments: A
 
 
 def append_many(
-    *publications: tuple[str, bytes], run: str = "run1", epoch: int = EPOCH, term: int = 1, execution: int = 1
+    *publications: tuple[str, bytes],
+    run: str = "run1",
+    epoch: int = EPOCH,
+    term: int = 1,
+    execution: int = 1,
+    fence: bytes = b"",
 ) -> tuple[CommandPart, ...]:
     new = [(interest_id, payload, epoch + number) for number, (interest_id, payload) in enumerate(publications)]
-    return append_many_command(new, run, OPTIONS, term, execution)
+    return append_many_command(new, run, OPTIONS, term, execution, fence)
 
 
 def read(after: int = 0, count: int = 10, run: str = "run1", epoch: int = EPOCH) -> tuple[CommandPart, ...]:
@@ -132,6 +138,14 @@ STORIES: dict[str, list[tuple[CommandPart, ...]]] = {
         append_many((LOG, b"a"), (OTHER, b"b"), execution=3),
         append_many((LOG, b"a"), (OTHER, b"b"), run="run2", epoch=OTHER_EPOCH, execution=3),
         read(run="run2"),
+    ],
+    "many logs, and a fence": [
+        append_many((LOG, b"a"), (OTHER, b"b"), term=4, fence=FENCE),
+        (b"SET", FENCE, b"5"),
+        append_many((LOG, b"c"), (OTHER, b"d"), term=4, execution=2, fence=FENCE),
+        append_many((LOG, b"e"), (OTHER, b"f"), term=5, execution=2, fence=FENCE),
+        append_many((LOG, b"g"), (OTHER, b"h"), term=6, execution=3, fence=FENCE),
+        read(),
     ],
     "many logs, one of which has a newer writer": [
         append(b"a", term=5),

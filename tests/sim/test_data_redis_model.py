@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,27 @@ STORIES: dict[str, list[Command]] = {
         claim_command(2, "a"),
         store_progress_command("near", PROGRESS, 1),
         store_progress_command("near", PROGRESS, 2),
+        (b"GET", progress_key("near")),
+    ],
+    "progress follows what was stored before": [
+        store_progress_command("near", PROGRESS, 1, follows=True),
+        *(
+            store_progress_command("near", replace(PROGRESS, execution=execution, is_done=is_done), 1, follows=follows)
+            for execution, is_done, follows in [
+                (3, False, True),
+                (3, True, True),
+                (4, False, True),
+                (5, False, True),
+                (4, True, True),
+                (4, True, True),
+                (6, False, True),
+                (5, True, True),
+                (5, False, True),
+                (4, True, True),
+                (9, True, False),
+                (11, True, True),
+            ]
+        ),
         (b"GET", progress_key("near")),
     ],
     "a stream is trimmed by the newest data cluster": [

@@ -17,6 +17,7 @@ from dynamoth.data.progress import (
     QueryStatus,
     WindowEnd,
     begin_key,
+    is_behind,
     latest_progress,
     parse_begin,
     parse_progress,
@@ -30,6 +31,7 @@ from dynamoth.data.progress import (
 )
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.records import partition_names
+from dynamoth.data.terms import TERM_KEY
 from dynamoth_analytics.cluster import publishing
 from dynamoth_analytics.cluster.publishing import ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers
@@ -77,7 +79,7 @@ class ClusterContext:
         return ResultPublisher(
             self.servers, self.cluster_url, query.name, query.version, execution, tick_ms, self.term,
             query.inline_bytes_max if query.delivery == "inline" else -1, query.result_bytes_max, query.retained_min,
-            max(self.ttl_s, query.keep_s), self.append_retry_s,
+            max(self.ttl_s, query.keep_s), self.append_retry_s, fence=TERM_KEY,
         )  # fmt: skip
 
     def table_folder(self, query: str) -> Path:
@@ -109,13 +111,24 @@ class ClusterContext:
         command = (b"GET", progress_key(query))
         return latest_progress([parse_progress(self.servers.run(id_, command)) for id_ in self.servers.ids])
 
-    def store_progress(self, query: str, progress: Progress) -> None:
+    def store_progress(self, query: str, progress: Progress, *, follows: bool = True) -> None:
         """Store the progress of a query at every log server, as an execution needs all of them anyway.
 
-        Raises LogServerFailed, also where a newer data cluster is there.
+        Raises LogServerFailed, also where a newer data cluster is there. Raises RecordsLost where a server is durable,
+        and has not the progress before; not if ``follows`` is false, as what came before is given up.
         """
+        command = store_progress_command(query, progress, self.term, follows=follows and self.servers.durable)
         for id_ in self.servers.ids:
-            self.servers.run(id_, store_progress_command(query, progress, self.term))
+            try:
+                self.servers.run(id_, command)
+            except LogServerFailed as error:
+                if not is_behind(str(error.__cause__)):
+                    raise
+                raise RecordsLost(
+                    f"log server {id_} has lost what it had stored, though log_durable is set: was an older copy"
+                    " restored? It may give offsets again: see docs/operating.md (Backup and restore), and then"
+                    " `dynamoth query restart`"
+                ) from error
 
     def begin(self, query: str) -> WindowEnd | None:
         """Return behind which offsets a query begins that was dropped; None: not known. Raises LogServerFailed."""

@@ -41,7 +41,7 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     query = StandingQuery(name, "", "", 0, version=status.version, retained_min=RETAINED_MAX)
     payload = dropped_payload(name, status.version, last.execution, now_ms)
     context.publisher(query, last.execution, 0).publish_payloads((each, payload) for each in interests)
-    context.store_progress(name, last)
+    context.store_progress(name, last, follows=False)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):
         shutil.rmtree(context.folder / kind / str(context.term) / name, ignore_errors=True)

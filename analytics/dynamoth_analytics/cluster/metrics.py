@@ -21,6 +21,7 @@ _COUNTERS = {
     "rows": "Rows of result sets",
     "bytes": "Bytes of result sets",
     "repeated": "Result sets that were stored before: an execution was repeated",
+    "overtaken": "Result sets that were not stored: their logs have later executions",
     "too_large": "Result sets that were replaced by an error, as they were too large",
     "unpublished": "Result sets that brokers were not notified of",
 }

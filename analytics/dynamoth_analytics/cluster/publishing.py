@@ -1,6 +1,7 @@
 """Publishes result sets, inside Spark's workers: appends them to the logs of their interests, then notifies brokers.
 
-An append is idempotent by execution, and fenced by term. So a task that Spark repeats, or an execution that is repeated
+An append is idempotent by execution, and fenced by term: a data cluster that was taken over appends nothing, also to
+logs that the newer one has not written. So a task that Spark repeats, or an execution that is repeated
 after a crash, stores each result set once. It publishes again, and brokers drop what they have.
 """
 
@@ -41,7 +42,7 @@ RETRY_S = 0.5
 RETRY_FOR_S = 30.0
 """A log server that fails is tried again every ``RETRY_S``, by default for ``RETRY_FOR_S``."""
 
-COUNTS = ("result_sets", "rows", "bytes", "repeated", "too_large", "unpublished")
+COUNTS = ("result_sets", "rows", "bytes", "repeated", "overtaken", "too_large", "unpublished")
 """What is counted of an execution: docs/data-cluster.md explains each, in the section about the journal."""
 
 COUNTS_SCHEMA = ", ".join(f"{name} long" for name in COUNTS)
@@ -74,6 +75,8 @@ class ResultPublisher:
     retry_s: float = RETRY_FOR_S
     #: Interests whose logs have a later execution already: what was to be published is in none of these.
     overtaken: list[str] = field(default_factory=list[str], compare=False)
+    #: Key of the newest writer's term at every log server; empty: only the terms of the logs themselves count.
+    fence: bytes = b""
 
     def publish(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Publish Arrow batches with the columns of ``without_large``; yield one batch of ``COUNTS_SCHEMA``.
@@ -136,10 +139,11 @@ class ResultPublisher:
         messages: list[tuple[bytes, bytes]] = []
         for (interest, payload), place in zip(results, appended, strict=True):
             counts["result_sets"] += 1
-            counts["repeated"] += not place.is_new
             if not place.is_exact:
+                counts["overtaken"] += 1
                 self.overtaken.append(interest)
                 continue
+            counts["repeated"] += not place.is_new
             inline = payload if len(payload) <= self.inline_bytes_max else None
             publication = LoggedPublication(place.epoch, place.offset, inline)
             messages.append((LOG_CHANNEL_PREFIX + interest.encode(), pack_publication(publication)))
@@ -152,7 +156,8 @@ class ResultPublisher:
         while True:
             try:
                 new = [(interest, payload, secrets.randbits(64)) for interest, payload in results]
-                command = append_many_command(new, self.servers.run_id(server), options, self.term, self.execution)
+                run_id = self.servers.run_id(server)
+                command = append_many_command(new, run_id, options, self.term, self.execution, self.fence)
                 return parse_appended_many(self.servers.run(server, command))
             except LogServerFailed as error:
                 if is_fenced(str(error.__cause__)):

@@ -218,7 +218,7 @@ class QueryRunner:
             "end": skipped.window.end, "seconds": 0.0, "ended_ms": _now_ms(), "skipped": True,
         }  # fmt: skip
         write_execution(context.journal, self.query.name, values)
-        context.store_progress(self.query.name, skipped)
+        context.store_progress(self.query.name, skipped, follows=False)
         return skipped
 
     def show_failure(self, error: BaseException) -> None:
@@ -269,6 +269,8 @@ class QueryRunner:
                 "query %s has no checkpoint: it goes on where the log server says that execution %d %s",
                 name, progress.execution, "ended" if progress.is_done else "began",
             )  # fmt: skip
+        if progress is not None:
+            self._context.store_progress(name, progress)  # a process that died may have stored it at some servers only
         self._progress = progress
         if self._has_spark_failed:
             _log.warning("query %s: Spark has failed, maybe as it cannot read its files: they are made again", name)
@@ -352,6 +354,12 @@ class QueryRunner:
         counts = Counter[str]()
         if not self._is_done(execution):
             counts = self.executions.run(spark, execution, window)
+            if counts["overtaken"]:
+                _log.error(
+                    "query %s: %d result sets of execution %d were not stored, as their logs have later executions: was"
+                    " its progress restored from an older copy than these logs? Users miss them",
+                    name, counts["overtaken"], execution,
+                )  # fmt: skip
             values = {
                 "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,
                 "interests": len(self.executions.interests), "seconds": round(time.monotonic() - began, 3),

@@ -185,8 +185,8 @@ def executions_are_not_numbered() -> AbstractContextManager[None]:
     """Result sets are appended whatever execution a log has."""
     numbers = count(1)
 
-    def append(publications: Any, run_id: str, options: Any, term: int, execution: int) -> Any:
-        return append_many_command(publications, run_id, options, term, 1000 * execution + next(numbers))
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int, fence: bytes) -> Any:
+        return append_many_command(publications, run_id, options, term, 1000 * execution + next(numbers), fence)
 
     return replaced(model_query, append_many_command=append)
 
@@ -233,15 +233,24 @@ def terms_are_not_checked() -> Generator[None]:
     def look_away(self: Program) -> Asking:
         yield from ()
 
-    def store(query: str, progress: Progress, term: int) -> Any:
-        return store_progress_command(query, progress, SAME_TERM)
+    def store(query: str, progress: Progress, term: int, *, follows: bool) -> Any:
+        return store_progress_command(query, progress, SAME_TERM, follows=follows)
 
-    def append(publications: Any, run_id: str, options: Any, term: int, execution: int) -> Any:
-        return append_many_command(publications, run_id, options, SAME_TERM, execution)
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int, fence: bytes) -> Any:
+        return append_many_command(publications, run_id, options, SAME_TERM, execution, fence)
 
     look = replaced(Program, _check_term=look_away)
     with look, replaced(model_query, store_progress_command=store, append_many_command=append):
         yield
+
+
+def logs_have_terms_alone() -> AbstractContextManager[None]:
+    """A log refuses a former data cluster only when the newer one has written it."""
+
+    def append(publications: Any, run_id: str, options: Any, term: int, execution: int, _fence: bytes) -> Any:
+        return append_many_command(publications, run_id, options, term, execution)
+
+    return replaced(model_query, append_many_command=append)
 
 
 @contextmanager
@@ -289,6 +298,15 @@ def progress_of_one_server() -> AbstractContextManager[None]:
     return replaced(ModelQuery, _stored_progress=stored)
 
 
+def progress_need_not_follow() -> AbstractContextManager[None]:
+    """A log server that was restored from an older copy takes any progress."""
+
+    def store(query: str, progress: Progress, term: int, *, follows: bool) -> Any:
+        return store_progress_command(query, progress, term)
+
+    return replaced(model_query, store_progress_command=store)
+
+
 DATA_CHECKS: tuple[Check, ...] = (
     Check("data-registered-before-confirmed", confirmed_before_registered, "D1"),
     Check("data-registered-in-a-window", sealed_before_it_ends, "D1"),
@@ -301,6 +319,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-keys-are-deleted-without-users", interests_without_users_count, "D1"),
     Check("data-keys-are-deleted-twice", offsets_begin_with_seconds, "expected"),
     Check("data-keys-are-deleted-twice", lost_logs_tell_nothing_of_interests, "expected"),
+    Check("data-durable-server-is-restored", progress_need_not_follow, "expected"),
     Check("data-answer-is-lost", records_come_twice, "D2"),
     Check("data-record-is-lost", acknowledged_before_stored, "D1"),
     Check("data-dies-after-appending", executions_are_not_numbered, "D2"),
@@ -308,6 +327,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-loses-its-disk-after-appending", progress_is_not_read, "D4"),
     Check("data-hangs-while-appending", terms_are_not_checked, "expected"),
     Check("data-hangs-while-appending", unfinished_executions_are_skipped, "D1"),
+    Check("data-appends-when-an-interest-is-new", logs_have_terms_alone, "D5"),
     Check("data-goes-on-with-the-same-folder", windows_are_those_of_the_folder, "expected"),
     Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
     Check("data-two-begin-at-once", terms_have_no_owners, "expected"),

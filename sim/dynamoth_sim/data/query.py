@@ -19,6 +19,7 @@ from dynamoth.data.progress import (
     Window,
     WindowEnd,
     give_up,
+    is_behind,
     latest_progress,
     parse_progress,
     progress_key,
@@ -37,6 +38,7 @@ from dynamoth.data.records import (
     state_command,
 )
 from dynamoth.data.results import result_payload
+from dynamoth.data.terms import TERM_KEY
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
 from dynamoth.edge.publications import LoggedPublication, pack_publication
@@ -131,6 +133,7 @@ class ModelQuery:
                 yield from self._stream()
             except ServerFailed as error:
                 self._end_if_fenced(error)
+                self._is_to_restart |= is_behind(str(error))
             except _RecordsLost:
                 self._is_to_restart = True
             yield Sleep(self._place.machine.now + RETRY_S)
@@ -159,6 +162,8 @@ class ModelQuery:
         checkpoint = self._folder.read()
         if checkpoint is None and self._progress is None:
             yield from self._give_up(None, None)
+        elif self._progress is not None:
+            yield from self._store_progress(self._progress)
         begin = resumption(self._progress, checkpoint, reads_the_same=True)
         if begin is not None:
             tips = yield from self._tips()
@@ -239,7 +244,7 @@ class ModelQuery:
         end: WindowEnd = {"tick_ms": 0, "offsets": (yield from self._tips())}
         skipped = give_up(progress, checkpoint, end, int(self._place.machine.now * 1000))
         self._place.witness.skips(self._query.name, skipped.execution, skipped.window)
-        yield from self._store_progress(skipped)
+        yield from self._store_progress(skipped, follows=False)
 
     # An execution.
 
@@ -259,10 +264,11 @@ class ModelQuery:
         yield from self._store_progress(Progress(execution, window, is_done=True))
         self._place.witness.executed(self._query.name, execution, self._place.machine.now)
 
-    def _store_progress(self, progress: Progress) -> Asking:
-        self._progress = progress
-        for id_ in self._place.servers:
-            yield from ask(id_, *store_progress_command(self._query.name, progress, self._place.term))
+    def _store_progress(self, progress: Progress, *, follows: bool = True) -> Asking:
+        self._progress, name, place = progress, self._query.name, self._place
+        command = store_progress_command(name, progress, place.term, follows=follows and place.durable)
+        for id_ in place.servers:
+            yield from ask(id_, *command)
 
     def _publish_results(self, execution: int, window: Window) -> Asking:
         self._place.witness.executes(self._query.name, execution, window, self._place.machine.now)
@@ -330,7 +336,7 @@ class ModelQuery:
             try:
                 run_id = "" if place.durable else _run_id((yield from ask(server, b"INFO", b"server")))
                 new = [(interest, payload, place.new_epoch()) for interest, payload in results]
-                command = append_many_command(new, run_id, options, place.term, execution)
+                command = append_many_command(new, run_id, options, place.term, execution, TERM_KEY)
                 return parse_appended_many((yield from ask(server, *command)))
             except ServerFailed as error:
                 if is_fenced(str(error)) or place.machine.now > deadline:

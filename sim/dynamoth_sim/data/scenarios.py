@@ -5,7 +5,7 @@ U and V are users, R reports records by way of the last broker. See ``edge.scena
 
 from __future__ import annotations
 
-from dynamoth.data.records import partition_name
+from dynamoth.data.records import parse_tip, partition_name, tip_command
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.terms import CLAIM_SCRIPT
 from dynamoth.edge.interests import Interest, query_interest
@@ -202,6 +202,47 @@ def _delete_keys(stage: DataStage) -> None:
         server.flush()
 
 
+def durable_server_is_restored(stage: DataStage) -> None:
+    """A log server that counts as durable comes back with an older copy, and gives offsets again.
+
+    The data cluster notices that, though the offsets of the partition do not show it.
+    """
+    name, interest, unwanted = (
+        partition_name("reports", 0),
+        query_interest("reports_of", {"type": "a"}),
+        query_interest("reports_of", {"type": "c"}),
+    )
+    server = stage.partition_server(name)
+    assert stage.log_of(interest) is not server, "its log is at another server, which loses nothing"
+    user, audit = stage.query_user("U", interest), stage.data.data_audit
+
+    def tip() -> int:
+        return parse_tip(stage.data.execute(server, tip_command(name)))[0]
+
+    def report_up_to(offset: int, what: Interest) -> None:
+        while tip() < offset:
+            stage.report(what)
+
+    report_up_to(1, interest)
+    stage.run_executions()
+    snapshot = server.snapshot()
+    report_up_to(tip() + 2, interest)
+    stage.run_executions()
+    before, results = tip(), stage.delivered(user)
+    for process in stage.data.current.processes:
+        process.pause()
+    server.stop()
+    server.start(snapshot)
+    report_up_to(before + 1, unwanted)
+    for process in stage.data.current.processes:
+        process.resume()
+    stage.wait("the data cluster finds that the server was restored", lambda: audit.skipped == 1)
+    stage.run(AT_ONCE_S)
+    stage.report(interest)
+    stage.run_executions()
+    stage.expect_results(user, results + 1)
+
+
 # The data cluster.
 
 
@@ -247,6 +288,27 @@ def hangs_while_appending(stage: DataStage) -> None:
         stage.run_executions()
     stage.wait("the former data cluster ends", lambda: not former.is_running)
     stage.expect_results(user, 2)
+
+
+def appends_when_an_interest_is_new(stage: DataStage) -> None:
+    """A former data cluster appends to a log that has ended and begun again: it is refused, and W gets nothing old."""
+    stage.query_user("V", ALERTS_B)
+    former, user = stage.data.current, _append_under_way(stage)
+    for process in former.processes:
+        process.pause()
+    with stage.held(former.name, stage.log_of(ALERTS_A).id, to_server=True):
+        stage.data.current = stage.data.data_clusters[1]
+        stage.start_data_cluster(stage.data.current)
+        stage.run_executions()
+        stage.expect_results(user, 1)
+        user.leave(ALERTS_A)
+        stage.run(SHORT_BROKER_OPTIONS.linger_s + 2 * KEEP_S)
+        newcomer = stage.query_user("W", ALERTS_A)
+    stage.run(AT_ONCE_S)
+    stage.expect_results(newcomer, 0)
+    for process in former.processes:
+        process.resume()
+    stage.wait("the former data cluster ends", lambda: not former.is_running)
 
 
 def goes_on_with_the_same_folder(stage: DataStage) -> None:
@@ -312,6 +374,7 @@ def comes_back_with_an_old_disk(stage: DataStage) -> None:
 
 
 DATA_SCENARIOS: dict[str, DataScenario] = {
+    "data-appends-when-an-interest-is-new": DataScenario(appends_when_an_interest_is_new, edge=data_edge()),
     "data-answer-is-lost": DataScenario(answer_is_lost, edge=data_edge(), losses_allowed=True),
     "data-comes-back-with-an-old-disk": DataScenario(comes_back_with_an_old_disk, edge=data_edge()),
     "data-comes-back-late": DataScenario(comes_back_late, edge=data_edge(), losses_allowed=True),
@@ -319,6 +382,9 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
         definition_is_elsewhere, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
     "data-dies-after-appending": DataScenario(dies_after_appending, edge=data_edge()),
+    "data-durable-server-is-restored": DataScenario(
+        durable_server_is_restored, edge=data_edge(logs_are_durable=True), data=LOSES, losses_allowed=True
+    ),
     "data-goes-on-with-the-same-folder": DataScenario(goes_on_with_the_same_folder, edge=data_edge()),
     "data-hangs-while-appending": DataScenario(hangs_while_appending, edge=data_edge()),
     "data-keys-are-deleted-without-users": DataScenario(

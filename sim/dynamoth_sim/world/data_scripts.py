@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynamoth.data.catalog import PUT_SCRIPT
+from dynamoth.data.progress import BEHIND, PROGRESS_SCRIPT, parse_progress
 from dynamoth.data.terms import CLAIM_SCRIPT, STORE_SCRIPT, TRIM_SCRIPT
 from dynamoth.edge.log import FENCED
 from dynamoth.machine.events import ErrorReply
 
-_SCRIPTS = (PUT_SCRIPT, CLAIM_SCRIPT, STORE_SCRIPT, TRIM_SCRIPT)
+_SCRIPTS = (PUT_SCRIPT, CLAIM_SCRIPT, STORE_SCRIPT, TRIM_SCRIPT, PROGRESS_SCRIPT)
 
 
 def is_script(words: Sequence[bytes]) -> bool:
@@ -31,6 +32,10 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
         return ErrorReply(f"{FENCED} by a newer data cluster, term {term}")
     if words[1] == TRIM_SCRIPT:
         return execute(b"XTRIM", keys[1], b"MINID", arguments[1])
+    if words[1] == PROGRESS_SCRIPT:
+        before = parse_progress(execute(b"GET", keys[1]))
+        if before is not None and before.step < int(arguments[2]):
+            return ErrorReply(f"{BEHIND} the progress that was stored here")
     execute(b"SET", keys[1], arguments[1])
     return b"OK"
 
