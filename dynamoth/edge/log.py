@@ -45,13 +45,6 @@ def is_fenced(error: str) -> bool:
     return FENCED in error.split()[:2]  # Redis puts ``ERR`` before it in some versions
 
 
-def refusal_reason(error: str) -> str:
-    """Return why a log server refuses to store, for people: with the cure where it has no memory left."""
-    if "OOM command not allowed" in error:
-        return "it has no memory left (OOM): raise its maxmemory, or make room there"
-    return error
-
-
 BEGIN = b"""redis.replicate_commands()
 local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution', 'executed_at')
 local epoch, offset = meta[2], tonumber(meta[3])
