@@ -15,7 +15,7 @@ CURES = {
     "OOM": "raise maxmemory, or make room there",
     "READONLY": _REPLICA,
     "MASTERDOWN": _REPLICA,
-    "NOPERM": "give this user the rights that 'dynamoth acl' prints",
+    "NOPERM": "give the user the rights that 'dynamoth acl' prints",
     "NOAUTH": _PASSWORD,
     "WRONGPASS": _PASSWORD,
     "MISCONF": "it cannot save to its disk: make room there, and see its log",
