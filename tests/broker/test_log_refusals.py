@@ -113,6 +113,24 @@ def test_an_error_of_one_command_says_nothing_about_the_server(reply: str) -> No
 # Real servers.
 
 
+async def ask(port: int, path: str) -> tuple[int, str]:
+    """Return status and text of what a broker serves; 0 while it does not listen."""
+    with suppress(aiohttp.ClientConnectorError):
+        async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}{path}") as response:
+            return response.status, await response.text()
+    return 0, ""
+
+
+async def readiness(port: int, expected: int) -> str:
+    """Ask until the status is the expected one; return the text."""
+    async with asyncio.timeout(CALM_S + PATIENCE_S):
+        while True:
+            status, text = await ask(port, "/readyz")
+            if status == expected:
+                return text
+            await asyncio.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(1) as running:
@@ -144,21 +162,6 @@ def test_a_broker_is_not_ready_while_its_log_server_refuses_and_goes_on_when_it_
     begin, end, cure = TROUBLES[trouble]
     settings: dict[str, Any] = {"http_port": port, "anonymous": False, "token_keys_file": str(write_keys(tmp_path))}
 
-    async def read(path: str) -> tuple[int, str]:
-        with suppress(aiohttp.ClientConnectorError):
-            async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}{path}") as response:
-                return response.status, await response.text()
-        return 0, ""
-
-    async def readiness(expected: int) -> str:
-        """Ask until the status is the expected one; return the text."""
-        async with asyncio.timeout(CALM_S + PATIENCE_S):
-            while True:
-                status, text = await read("/readyz")
-                if status == expected:
-                    return text
-                await asyncio.sleep(0.05)
-
     async def publish(user: RawUser, ref: int) -> dict[str, Any]:
         await user.send("publish", ref=ref, channel="log.news", d=f"m{ref}")
         while (frame := await user.receive())["type"] not in ("published", "error"):
@@ -169,18 +172,18 @@ def test_a_broker_is_not_ready_while_its_log_server_refuses_and_goes_on_when_it_
         async with running_broker(cluster.url, {"l1": log.url}, **settings) as broker:
             user = await RawUser.open(broker.url, {"channel": "log.news"}, token=token())
             assert (await publish(user, 1))["type"] == "published"
-            await readiness(200)
+            await readiness(port, 200)
             await query(log.url, begin)
             error = await publish(user, 2)
             assert (error["code"], error["retry"]) == ("log_unavailable", "later") and cure in error["message"]
-            text = await readiness(503)
+            text = await readiness(port, 503)
             assert "log server l1: " in text and cure in text
-            assert "dynamoth_broker_logs_refusing 1.0" in (await read("/metrics"))[1]
-            assert "dynamoth_broker_logs_down 0.0" in (await read("/metrics"))[1]
+            assert "dynamoth_broker_logs_refusing 1.0" in (await ask(port, "/metrics"))[1]
+            assert "dynamoth_broker_logs_down 0.0" in (await ask(port, "/metrics"))[1]
             await query(log.url, end)
-            await readiness(200)
+            await readiness(port, 200)
             assert (await publish(user, 2))["offset"] == 2, "what was refused is not in the log twice"
-            assert "dynamoth_broker_logs_refusing 0.0" in (await read("/metrics"))[1]
+            assert "dynamoth_broker_logs_refusing 0.0" in (await ask(port, "/metrics"))[1]
             received = [each["d"] for each in user.skipped if each["type"] == "data"]
             assert [*received, *await user.texts(2 - len(received))] == ["m1", "m2"]
             await user.socket.close()
@@ -191,3 +194,39 @@ def test_a_broker_is_not_ready_while_its_log_server_refuses_and_goes_on_when_it_
     assert messages == [BEGINS, ENDS]
     [record] = [each for each in caplog.records if each.getMessage() == BEGINS]
     assert cure in record.__dict__["cause"] and record.__dict__["server"] == "l1"
+
+
+def test_a_password_is_changed_without_an_interruption_by_way_of_two(
+    cluster: LocalCluster, redis_server_factory: RedisServerFactory
+) -> None:
+    log, port = redis_server_factory(), free_port()
+
+    def settings(password: str) -> dict[str, str]:
+        return {"l1": f"redis://broker:{password}@127.0.0.1:{log.port}"}
+
+    async def acl(*rules: str) -> None:
+        replies = await query(log.url, ("ACL", "SETUSER", "broker", *rules))
+        assert not any(isinstance(each, ErrorReply) for each in replies)
+
+    async def main() -> None:
+        await acl("on", ">old", "~*", "&*", "+@all")
+        async with running_broker(cluster.url, settings("old"), http_port=port):
+            await readiness(port, 200)
+            await acl(">new")
+            await query(log.url, ("CLIENT", "KILL", "USER", "broker"))
+            async with asyncio.timeout(PATIENCE_S):
+                while b"user=broker" not in (await query(log.url, ("CLIENT", "LIST")))[0]:
+                    await asyncio.sleep(0.05)  # it comes back with the old one
+            await readiness(port, 200)
+        async with running_broker(cluster.url, settings("new"), http_port=port):
+            await readiness(port, 200)
+            await acl("<old")
+        async with running_broker(cluster.url, settings("old"), http_port=port):
+            text = await readiness(port, 503)
+            while "wrong password" not in text:
+                text = await readiness(port, 503)
+            assert "wrong password for user 'broker'" in text and "old" not in text
+            await acl(">old")
+            await readiness(port, 200)
+
+    asyncio.run(main())

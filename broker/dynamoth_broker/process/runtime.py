@@ -28,6 +28,7 @@ from dynamoth.edge.frames import (
     to_wire,
 )
 from dynamoth.errors import ConfigError, MalformedMessage
+from dynamoth.protocol.wire import cut
 from dynamoth.settings.sections import BrokerSettings
 from dynamoth_broker.events import (
     PROTOCOL_ERROR,
@@ -78,6 +79,9 @@ CONNECT_TIMEOUT_S = 10.0
 
 SAVE_S_MAX = 2.0
 """A broker that ends waits this long for log servers to confirm what users have acknowledged."""
+
+REASON_CHARACTERS_MAX = 200
+"""Of why a frame cannot be read, to its user."""
 
 LAG_INTERVAL_S = 0.5
 """The lag of the event loop is measured this often."""
@@ -394,7 +398,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
     def malformed(self, conn: UserConnection, reason: str) -> None:
         """Close the connection of a user who sends what cannot be read."""
         self._machine.counters["malformed_frames"] += 1
-        self._refuse(conn, Error("bad_frame", reason[:200]), PROTOCOL_ERROR)
+        self._refuse(conn, Error("bad_frame", cut(reason, REASON_CHARACTERS_MAX)), PROTOCOL_ERROR)
 
     def overflowed(self, conn: UserConnection) -> None:
         """Let a user fall behind."""
