@@ -208,15 +208,21 @@ def test_a_password_is_changed_without_an_interruption_by_way_of_two(
         replies = await query(log.url, ("ACL", "SETUSER", "broker", *rules))
         assert not any(isinstance(each, ErrorReply) for each in replies)
 
+    async def logged_in() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                [clients] = await query(log.url, ("CLIENT", "LIST"))
+                if b"user=broker" in clients:
+                    return
+                await asyncio.sleep(0.05)
+
     async def main() -> None:
         await acl("on", ">old", "~*", "&*", "+@all")
         async with running_broker(cluster.url, settings("old"), http_port=port):
             await readiness(port, 200)
             await acl(">new")
             await query(log.url, ("CLIENT", "KILL", "USER", "broker"))
-            async with asyncio.timeout(PATIENCE_S):
-                while b"user=broker" not in (await query(log.url, ("CLIENT", "LIST")))[0]:
-                    await asyncio.sleep(0.05)  # it comes back with the old one
+            await logged_in()  # again, with the old one
             await readiness(port, 200)
         async with running_broker(cluster.url, settings("new"), http_port=port):
             await readiness(port, 200)

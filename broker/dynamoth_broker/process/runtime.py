@@ -29,6 +29,7 @@ from dynamoth.edge.frames import (
 )
 from dynamoth.errors import ConfigError, MalformedMessage
 from dynamoth.protocol.wire import cut
+from dynamoth.refusals import with_cure
 from dynamoth.settings.sections import BrokerSettings
 from dynamoth_broker.events import (
     PROTOCOL_ERROR,
@@ -233,7 +234,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             return f"the cluster cannot be reached: {self._subscriptions.fault}"
         unreachable = self._machine.control.faults
         if unreachable and len(unreachable) == len(self._config.options.control):
-            return "no server of the cluster can be reached: " + "; ".join(unreachable.values())
+            return "no server of the cluster can be reached: " + "; ".join(map(with_cure, unreachable.values()))
         logs = self._machine.logs
         faults = [f"log server {id_}: {fault}" for id_, fault in [*logs.faults.items(), *logs.refusals.items()]]
         if self._tokens.fault:
@@ -312,7 +313,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._log.write(logging.INFO, "coordinators can reach this broker", link=link, limited=True)
             case ControlLinkChanged(link, reason):
                 message = "coordinators cannot reach this broker through a server; trying again"
-                self._log.write(logging.WARNING, message, reason, link=link)
+                self._log.write(logging.WARNING, message, with_cure(reason or ""), link=link)
             case Noted(message, cause, fields, is_warning):
                 self._log.write(logging.WARNING if is_warning else logging.INFO, message, cause or None, **fields)
             case _:
