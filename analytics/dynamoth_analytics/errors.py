@@ -10,6 +10,7 @@ from py4j.protocol import Py4JError  # pyright: ignore[reportMissingTypeStubs] i
 from pyspark.errors import PySparkException
 
 from dynamoth.errors import DynamothError
+from dynamoth.protocol.wire import cut
 
 MESSAGE_CHARACTERS_MAX = 300
 
@@ -72,4 +73,4 @@ def translated(error: Exception) -> DynamothError:
             return BadRecording(ours[1])
     cause = re.search(r"(?:Caused by|Exception): ?(.*)", text)
     lines = (cause[1] if cause and cause[1] else text).strip().splitlines() or [type(error).__name__]
-    return SparkFailed(f"Spark failed: {lines[0][:MESSAGE_CHARACTERS_MAX]}: see --spark-log warn for more")
+    return SparkFailed(f"Spark failed: {cut(lines[0], MESSAGE_CHARACTERS_MAX)}: see --spark-log warn for more")

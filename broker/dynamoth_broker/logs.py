@@ -2,6 +2,10 @@
 
 Reads are shared: whoever asks for the same page while it is under way gets the same answer. A read that the loss of a
 connection has interrupted is sent again; an append is not, as nobody knows whether it took effect.
+
+*Refusals.* A server may answer and still refuse what it is sent: it has no memory left, or has become a replica. Our
+callers repeat what was refused, or ask their users to. Here it is noted once, and the server is tried every ``TRY_S``
+until it accepts everything again.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -28,11 +33,24 @@ from dynamoth.edge.log import (
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, Connect, ErrorReply, LinkDown, LinkUp, Replied, Send
 from dynamoth.machine.timers import Timers
-from dynamoth_broker.events import BrokerAction, LogLinkChanged
+from dynamoth.refusals import refusal_code, with_cure
+from dynamoth_broker.events import BrokerAction, LogLinkChanged, Noted
 
 LINK_PREFIX = "log:"
 
 NO_RUN_ID = "it does not say which process it is: our user needs the right to INFO"
+
+TRY_S = 1.0
+"""A server that refuses commands is tried this often."""
+
+CALM_S = 5.0
+"""It accepts commands again once it has refused none for this time: one without memory still takes some of them."""
+
+TRIED_ID = "tried"
+"""Stands for the id of an interest in the keys of the log at which servers are tried; no interest has it."""
+
+TRIED_LOG = LogOptions(retained_min=1, ttl_s=60.0)
+"""That log keeps a few empty publications, and is forgotten soon."""
 
 OnPage = Callable[[LogPage | None, float], Sequence[BrokerAction]]
 """Gets a page, or None if the log cannot be read, and the time."""
@@ -89,6 +107,11 @@ class _LogServer:
     run_id: str | None = None
     #: Why there is no connection.
     fault: str = "it was not reached yet"
+    #: The error with which it has refused a command lately, with the cure; empty while it accepts commands.
+    refusal: str = ""
+    refused_at: float = 0.0
+    #: Whether it is being tried.
+    is_tried: bool = False
     #: Reads that are not answered, oldest first.
     reads: dict[_Read, None] = field(default_factory=dict["_Read", None])
     #: Those of publications, which others may share.
@@ -138,6 +161,11 @@ class Logs:
     def faults(self) -> dict[str, str]:
         """The log servers that do not answer, and why."""
         return {id_: server.fault for id_, server in self._servers.items() if server.run_id is None}
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """The log servers that answer but refuse commands, and why, with the cure."""
+        return {id_: server.refusal for id_, server in self._servers.items() if server.refusal}
 
     def start(self) -> list[BrokerAction]:
         """Connect to all log servers."""
@@ -264,12 +292,48 @@ class Logs:
         """Return the command that says which log servers there are, for those who append without a broker."""
         return b"SET", SERVERS_KEY, servers_value(self._ids)
 
+    # Refusals.
+
+    def _note_refusal(self, id_: str, error: str, now: float) -> list[BrokerAction]:
+        """Note an error that says that a server refuses commands, and begin to try the server."""
+        code = refusal_code(error)
+        if code is None:
+            return []
+        server = self._servers[id_]
+        is_known, server.refused_at = refusal_code(server.refusal) == code, now
+        server.refusal = with_cure(error)
+        if not server.is_tried:
+            server.is_tried = True
+            self._timers.add(now + TRY_S, self._try, id_)
+        if is_known:
+            return []
+        what = "a log server refuses commands; trying again"
+        return [Noted(what, server.refusal, {"server": id_}, is_warning=True)]
+
+    def _try(self, id_: str, now: float) -> Sequence[BrokerAction]:
+        """Send a server that refuses commands what it may have missed, and append to a log that nobody reads."""
+        names = self.request_at(id_, self._names_command, _nothing_follows, now)
+        return [*names, *self.request_at(id_, _try_command, partial(self._tried, id_), now)]
+
+    def _tried(self, id_: str, reply: Any, now: float) -> Sequence[BrokerAction]:
+        """Note that a server accepts commands again, or try it once more. A refusal in ``reply`` was noted before."""
+        server = self._servers[id_]
+        if server.refusal and (reply is None or now - server.refused_at < CALM_S):
+            self._timers.add(now + TRY_S, self._try, id_)
+            return []
+        server.is_tried = False
+        if not server.refusal:
+            return []  # the connection was lost
+        server.refusal = ""
+        return [Noted("a log server accepts commands again", fields={"server": id_})]
+
     def on_down(self, event: LinkDown, now: float) -> list[BrokerAction]:
         """Fail appends; reads wait for the next connection."""
         id_ = event.link.removeprefix(LINK_PREFIX)
         server = self._servers[id_]
         server.run_id = None
         server.fault = event.reason
+        server.refusal = ""
         appends, server.appends = server.appends, {}
         actions: list[BrokerAction] = [LogLinkChanged(id_, event.reason)]
         for append in appends:
@@ -279,8 +343,13 @@ class Logs:
         return actions
 
     def on_reply(self, event: Replied, now: float) -> list[BrokerAction]:
-        """Hand an answer to those who wait for it."""
-        server = self._servers[event.link.removeprefix(LINK_PREFIX)]
+        """Note a refusal, and hand an answer to those who wait for it."""
+        id_ = event.link.removeprefix(LINK_PREFIX)
+        is_error = isinstance(event.value, ErrorReply)
+        noted = self._note_refusal(id_, str(event.value), now) if is_error else []
+        return noted + self._answered(self._servers[id_], event, now)
+
+    def _answered(self, server: _LogServer, event: Replied, now: float) -> list[BrokerAction]:
         tag = event.tag
         if isinstance(tag, _Append):
             del server.appends[tag]
@@ -331,6 +400,10 @@ class Logs:
         for on_page in read.waiting:
             actions += on_page(page, now)
         return actions
+
+
+def _try_command(run_id: str, new_epoch: int, options: LogOptions) -> tuple[CommandPart, ...]:
+    return append_command(TRIED_ID, b"", run_id, new_epoch, TRIED_LOG)
 
 
 def _nothing_follows(value: Any, now: float) -> Sequence[BrokerAction]:

@@ -8,8 +8,9 @@ from functools import partial
 from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.frames import Error, Published, PublishRequest
 from dynamoth.edge.interests import Interest
-from dynamoth.edge.log import Appended, is_fenced, refusal_reason
+from dynamoth.edge.log import Appended, is_fenced
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
+from dynamoth.refusals import with_cure
 from dynamoth_broker.events import RETRY_MS, BrokerAction, PublishMessage, Transmit
 from dynamoth_broker.logs import Logs
 from dynamoth_broker.records import Records
@@ -61,7 +62,7 @@ class Publishing:
             unknown = result == "unknown"
             code = "unknown_outcome" if unknown else "log_unavailable"
             server = self._logs.server_of(request.channel.id)
-            refused = f"log server {server}: {refusal_reason(result)}; nothing is stored"
+            refused = f"log server {server}: {with_cure(result)}; nothing is stored"
             text = "the connection to the log was lost: it may or may not be stored" if unknown else refused
             return [Transmit(session.connection, Error(code, text, "later", RETRY_MS, request.ref))]
         publication = LoggedPublication(result.epoch, result.offset, request.payload)

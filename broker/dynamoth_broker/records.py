@@ -23,9 +23,10 @@ from dynamoth.data.records import (
     partition_server,
 )
 from dynamoth.edge.frames import Error, Published, PublishRequest
-from dynamoth.edge.log import LogOptions, refusal_reason
+from dynamoth.edge.log import LogOptions
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart, ErrorReply
+from dynamoth.refusals import with_cure
 from dynamoth_broker.definitions import UNAVAILABLE, Definitions
 from dynamoth_broker.events import RETRY_MS, BrokerAction, Transmit
 from dynamoth_broker.logs import Logs
@@ -115,6 +116,7 @@ class Records:
         self, record: bytes, subject: str, on_outcome: OnOutcome, dataset: Dataset | str | None, now: float
     ) -> Sequence[BrokerAction]:
         if dataset == UNAVAILABLE:
+            self._counters["records_log_unavailable"] += 1
             return on_outcome(_NO_DEFINITION, now)
         if not isinstance(dataset, Dataset) or dataset.kind == "static":
             self._counters["records_without_dataset"] += 1
@@ -145,8 +147,7 @@ class Records:
             (dataset, partition), waiting = self._to_store.popitem()
             server = partition_server(partition_name(dataset.stream, partition), self._ids)
             if not self._logs.is_up(server):
-                for each in waiting:
-                    actions += each.on_outcome(_DOWN, now)
+                actions += self._end(waiting, [_DOWN] * len(waiting), now)
                 continue
             for begin in range(0, len(waiting), RECORDS_PER_COMMAND_MAX):
                 part = waiting[begin : begin + RECORDS_PER_COMMAND_MAX]
@@ -158,7 +159,7 @@ class Records:
         outcomes = [_UNKNOWN] * len(waiting)
         if isinstance(reply, ErrorReply):
             text = str(reply)
-            reason = f"log server {server}: {refusal_reason(text)}; nothing is stored"
+            reason = f"log server {server}: {with_cure(text)}; nothing is stored"
             outcomes = [Outcome("dataset_full" if is_full(text) else "log_unavailable", reason)] * len(waiting)
         elif reply is not None:
             try:
@@ -166,6 +167,10 @@ class Records:
                 outcomes = [Outcome("stored" if offset else "duplicate") for offset in offsets]
             except MalformedMessage:
                 self._counters["malformed"] += 1
+        return self._end(waiting, outcomes, now)
+
+    def _end(self, waiting: Sequence[_Waiting], outcomes: Sequence[Outcome], now: float) -> Sequence[BrokerAction]:
+        """Count what has become of records, and answer."""
         actions: list[BrokerAction] = []
         for each, outcome in zip(waiting, outcomes, strict=True):
             self._counters[f"records_{outcome.code}"] += 1

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from dynamoth.errors import ConfigError, DynamothError
-from dynamoth.protocol.wire import shortened
+from dynamoth.protocol.wire import cut, shortened
 
 Kind = Literal["append", "keyed", "static"]
 FieldType = Literal["string", "int", "float", "bool", "timestamp"]
@@ -44,6 +44,7 @@ RECORD_BYTES_MAX = 65_536
 SHOWN_RECORD_BYTES = 4096
 """A dead letter keeps this many bytes of the refused record."""
 
+INT_MIN = -(2**63)
 INT_MAX = 2**63 - 1
 SUBJECT = "$sub"
 """In ``bind``: the subject of the user's token."""
@@ -173,8 +174,8 @@ def dead_letters(name: str) -> Dataset:
 def dead_letter(record: bytes, reason: str, source: str, now: float) -> bytes:
     """Return the stored form of a dead letter: reason and source, and the beginning of the refused record."""
     values = {
-        "reason": reason[:500],
-        "source": source[:200],
+        "reason": cut(reason, 500),
+        "source": cut(source, 200),
         "record": record[:SHOWN_RECORD_BYTES].decode(errors="replace"),
         "at": round(now * 1e6),
     }
@@ -313,7 +314,7 @@ def _read_string(name: str, value: object) -> str:
 
 
 def _read_int(name: str, value: object) -> int:
-    if type(value) is not int or abs(value) > INT_MAX:
+    if type(value) is not int or not INT_MIN <= value <= INT_MAX:
         raise BadRecord(f"field {name!r} is a whole number of 64 bits, not {shortened(value)}")
     return value
 

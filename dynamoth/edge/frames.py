@@ -435,6 +435,8 @@ def _acked(value: Any) -> dict[str, Position]:
 
 
 def _payload(wire: Mapping[str, Any]) -> bytes:
+    if "d" in wire and "b" in wire:
+        raise MalformedMessage("a payload is either text (d) or bytes (b), not both")
     if "d" in wire:
         return read_text(wire["d"]).encode()
     raw = wire.get("b")

@@ -46,14 +46,7 @@ def is_fenced(error: str) -> bool:
     return FENCED in error.split()[:2]  # Redis puts ``ERR`` before it in some versions
 
 
-def refusal_reason(error: str) -> str:
-    """Return why a log server refuses to store, for people: with the cure where it has no memory left."""
-    if "OOM command not allowed" in error:
-        return "it has no memory left (OOM): raise its maxmemory, or make room there"
-    return error
-
-
-BEGIN = b"""redis.replicate_commands()
+OPEN = b"""redis.replicate_commands()
 local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'execution', 'executed_at')
 local epoch, offset = meta[2], tonumber(meta[3])
 if not epoch or (ARGV[1] ~= '' and meta[1] ~= ARGV[1]) then
@@ -62,13 +55,19 @@ if not epoch or (ARGV[1] ~= '' and meta[1] ~= ARGV[1]) then
   redis.call('HDEL', KEYS[1], 'execution')
   redis.call('HSET', KEYS[1], 'run', ARGV[1], 'epoch', epoch, 'offset', 0)
 end
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('PEXPIRE', KEYS[2], ARGV[3])
 """
 """The first lines of every script: they begin the log where it is new, and know ``epoch`` and ``offset`` of its end."""
 
+KEEP = b"""redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+"""
+"""Keeps the log from being forgotten. An append does this last: Redis refuses the first write of a script for lack of
+memory, and none behind another write, and PEXPIRE takes no memory, but is a write."""
+
+BEGIN = OPEN + KEEP
+
 APPEND_SCRIPT = (
-    BEGIN
+    OPEN
     + b"""local term, execution = tonumber(ARGV[4]), tonumber(ARGV[5])
 if meta[4] and tonumber(meta[4]) > term then
   return redis.error_reply('FENCED by a newer writer, term ' .. meta[4])
@@ -79,11 +78,11 @@ if execution > 0 and meta[5] and tonumber(meta[5]) >= execution then
 end
 offset = offset + 1
 redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], offset .. '-0', 'd', ARGV[7])
-redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('HSET', KEYS[1], 'offset', offset, 'term', term)
 if execution > 0 then redis.call('HSET', KEYS[1], 'execution', execution, 'executed_at', offset) end
-return {epoch, offset, 1}
 """
+    + KEEP
+    + b"return {epoch, offset, 1}\n"
 )
 
 APPEND_MANY_SCRIPT = b"""redis.replicate_commands()
@@ -103,7 +102,6 @@ for i = 1, #KEYS - fences, 2 do
     redis.call('HDEL', key, 'execution')
     redis.call('HSET', key, 'run', run, 'epoch', epoch, 'offset', 0)
   end
-  redis.call('PEXPIRE', key, ttl)
   if meta[4] and tonumber(meta[4]) > term then
     return redis.error_reply('FENCED by a newer writer, term ' .. meta[4])
   end
@@ -116,6 +114,7 @@ for i = 1, #KEYS - fences, 2 do
     redis.call('XADD', stream, 'MAXLEN', '~', ARGV[5], offset .. '-0', 'd', ARGV[i + 6])
     redis.call('HSET', key, 'offset', offset, 'term', term, 'execution', execution, 'executed_at', offset)
   end
+  redis.call('PEXPIRE', key, ttl)
   redis.call('PEXPIRE', stream, ttl)
   reply[#reply + 1] = epoch
   reply[#reply + 1] = offset
@@ -382,10 +381,11 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
         return _evaluate_tips(words, execute)
     if words[1] == APPEND_MANY_SCRIPT:
         return _evaluate_append_many(words, execute)
-    epoch, offset, term_text, executed, executed_at = evaluate_begin(words, execute)
+    epoch, offset, term_text, executed, executed_at = _evaluate_open(words, execute)
     meta_key, stream_key = words[3:5]
     arguments = words[5:]
     if words[1] == READ_SCRIPT:
+        _evaluate_keep(words, execute)
         after, count, bytes_max = map(int, arguments[3:6])
         reply = _evaluate_read(stream_key, epoch, offset, after, count, execute)
         while len(reply) > 5 and sum(map(len, reply[4::2])) > bytes_max:
@@ -400,10 +400,10 @@ def evaluate(words: Sequence[bytes], execute: Callable[..., Any]) -> Any:
         return [epoch, offset, 2]
     offset += 1
     execute(b"XADD", stream_key, b"MAXLEN", b"~", arguments[5], b"%d-0" % offset, b"d", arguments[6])
-    execute(b"PEXPIRE", stream_key, arguments[2])
     execute(b"HSET", meta_key, b"offset", b"%d" % offset, b"term", b"%d" % term)
     if execution > 0:
         execute(b"HSET", meta_key, b"execution", b"%d" % execution, b"executed_at", b"%d" % offset)
+    _evaluate_keep(words, execute)
     return [epoch, offset, 1]
 
 
@@ -443,8 +443,16 @@ def evaluate_begin(
     words: Sequence[bytes], execute: Callable[..., Any]
 ) -> tuple[bytes, int, bytes | None, bytes | None, bytes | None]:
     """Do what ``BEGIN`` does; return epoch and offset of the log's end, the term, the last execution and its offset."""
+    end = _evaluate_open(words, execute)
+    _evaluate_keep(words, execute)
+    return end
+
+
+def _evaluate_open(
+    words: Sequence[bytes], execute: Callable[..., Any]
+) -> tuple[bytes, int, bytes | None, bytes | None, bytes | None]:
     meta_key, stream_key = words[3:5]
-    run_id, new_epoch, ttl_ms = words[3 + int(words[2]) :][:3]
+    run_id, new_epoch = words[3 + int(words[2]) :][:2]
     run, epoch, offset_text, term, executed, executed_at = execute(
         b"HMGET", meta_key, b"run", b"epoch", b"offset", b"term", b"execution", b"executed_at"
     )
@@ -454,9 +462,14 @@ def evaluate_begin(
         execute(b"DEL", stream_key)
         execute(b"HDEL", meta_key, b"execution")
         execute(b"HSET", meta_key, b"run", run_id, b"epoch", epoch, b"offset", b"0")
-    execute(b"PEXPIRE", meta_key, ttl_ms)
-    execute(b"PEXPIRE", stream_key, ttl_ms)
     return epoch, offset, term, executed, executed_at
+
+
+def _evaluate_keep(words: Sequence[bytes], execute: Callable[..., Any]) -> None:
+    """Do what ``KEEP`` does."""
+    ttl_ms = words[3 + int(words[2]) + 2]
+    for key in words[3:5]:
+        execute(b"PEXPIRE", key, ttl_ms)
 
 
 def _evaluate_read(

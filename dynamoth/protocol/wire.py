@@ -184,4 +184,9 @@ _short = _Short()
 
 def shortened(value: Any) -> str:
     """Return a short ``repr`` of a hostile value, in little time whatever its size and depth."""
-    return _short.repr(value)[:SHORT_MAX]
+    return cut(_short.repr(value), SHORT_MAX)
+
+
+def cut(text: str, characters_max: int) -> str:
+    """Return a text of at most ``characters_max``: the last one is an ellipsis where the text is longer."""
+    return text if len(text) <= characters_max else f"{text[: characters_max - 1]}…"

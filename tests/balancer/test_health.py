@@ -8,7 +8,7 @@ import pytest
 
 from dynamoth.machine.events import Tick
 from dynamoth.plan.plan import Plan, Server
-from dynamoth_balancer.admin.health import Found, Health, Problem, Severity, with_cure
+from dynamoth_balancer.admin.health import Found, Health, Problem, Severity
 from dynamoth_balancer.install.leadership import Stage
 from dynamoth_balancer.options import BalancerOptions
 from tests.balancer.cluster import NO_DECISIONS, Balancer, SimCluster, refusing
@@ -280,7 +280,3 @@ def test_what_does_not_last_is_no_problem_and_errors_come_first() -> None:
     [problem], _ = health.look([found("a", after_s=5.0), error], 15.0)
     assert problem.since == 10.0
     assert [problem.kind for problem in health.problems] == ["b", "a"]
-
-
-def test_a_reply_without_a_known_cure_is_shown_as_it_is() -> None:
-    assert with_cure("ERR something") == "ERR something"

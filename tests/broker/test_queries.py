@@ -355,6 +355,11 @@ def test_a_record_without_an_answer_may_be_stored() -> None:
     [refusal] = frames(publish(broker, 8, {"id": "c", "n": 1}), 1)
     assert (refusal.code, refusal.retry) == ("log_unavailable", "later")
     assert refusal.message == "the log server of this record does not answer: nothing is stored"
+    counters = broker.broker.counters
+    assert (counters["records_unknown_outcome"], counters["records_log_unavailable"]) == (1, 1)
+    broker.now += BELIEVED_S
+    [refusal] = frames(publish(broker, 9, {"id": "d", "n": 1}), 1)
+    assert (refusal.code, counters["records_log_unavailable"]) == ("log_unavailable", 2), "nobody knows the dataset"
 
 
 def test_a_log_server_without_memory_is_named_with_the_cure() -> None:
@@ -362,7 +367,8 @@ def test_a_log_server_without_memory_is_named_with_the_cure() -> None:
     [append] = scripts(publish(broker, 7, {"id": "b", "n": 1}), APPEND_SCRIPT)
     reply = ErrorReply("OOM command not allowed when used memory > 'maxmemory'. script: 4f, on @user_script:4.")
     [answer] = frames(broker.tell(Replied(LOG, append.tag, reply)), 1)
-    words = "log server l1: it has no memory left (OOM): raise its maxmemory, or make room there; nothing is stored"
+    said = "OOM command not allowed when used memory > 'maxmemory'."
+    words = f"log server l1: {said} (raise maxmemory, or make room there); nothing is stored"
     assert (answer.code, answer.retry, answer.message) == ("log_unavailable", "later", words)
 
 

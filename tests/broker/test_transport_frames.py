@@ -140,7 +140,7 @@ def test_payloads_are_text_where_they_can_be() -> None:
     assert parse_msgpack(encode_msgpack({}, b"\xff")) == {"b": b"\xff"}
 
 
-@pytest.mark.parametrize("payload", [{}, {"d": 1}, {"b": "%"}, {"b": "é"}, {"d": b"x"}])
+@pytest.mark.parametrize("payload", [{}, {"d": 1}, {"b": "%"}, {"b": "é"}, {"d": b"x"}, {"d": "x", "b": "eA=="}])
 def test_refuses_payloads(payload: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage):
         read_user_frame({"type": "publish", "ref": 1, "channel": "news"} | payload)

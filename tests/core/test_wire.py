@@ -12,7 +12,7 @@ from dynamoth.errors import MalformedMessage, PlanError
 from dynamoth.plan.plan import EPOCH_MAX, Plan, Route, Server, single
 from dynamoth.plan.ring import RING_POINTS_MAX, VIRTUAL_NODES_MAX
 from dynamoth.protocol.control import LOSS_MAX, LossNotice, RouteNotice, Vacated, pack_control, unpack_control
-from dynamoth.protocol.wire import ARRAY_MAX, DEPTH_MAX, ELEMENTS_MAX, SHORT_MAX, parser, shortened, unpack
+from dynamoth.protocol.wire import ARRAY_MAX, DEPTH_MAX, ELEMENTS_MAX, SHORT_MAX, cut, parser, shortened, unpack
 from tests.core.hostile import OPENINGS, corpus, nest
 
 
@@ -79,6 +79,14 @@ def test_a_shortened_nest_needs_no_stack() -> None:
     for _ in range(100_000):
         value = [value]
     assert "..." in shortened(value)
+
+
+def test_a_cut_can_be_seen() -> None:
+    assert shortened([b"x" * 100] * 3).endswith("]"), "it is not so long"
+    assert cut("abc", 3) == "abc"
+    assert cut("abcd", 3) == "ab…"
+    long = shortened({number: ["y" * 100] * 3 for number in range(3)})
+    assert len(long) == SHORT_MAX and long.endswith("…")
 
 
 @pytest.mark.parametrize(

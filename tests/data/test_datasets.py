@@ -52,6 +52,11 @@ def test_a_record_is_stored_with_its_fields_in_order() -> None:
     assert (place, id_) == ("ä", "ä")
 
 
+@pytest.mark.parametrize("number", [-(2**63), 2**63 - 1])
+def test_a_whole_number_has_64_bits(number: int) -> None:
+    assert normalized({"id": "a", "n": number})["n"] == number
+
+
 def test_an_optional_field_may_be_missing_or_null() -> None:
     assert normalized({"id": "a", "n": None}) == {"id": "a"}
 
@@ -86,6 +91,7 @@ def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds:
         (b"[" * 50_000, "no JSON"),
         (b'{"id": "a", "n": %s}' % (b"9" * 5000), "no JSON|64 bits"),
         (b'{"id": "a", "n": 9223372036854775808}', "64 bits"),
+        (b'{"id": "a", "n": -9223372036854775809}', "64 bits"),
         (b'{"id": "a", "n": 1.0}', "whole number"),
         (b'{"id": "a", "n": true}', "whole number"),
         (b'{"id": "a", "n": "1"}', "whole number"),

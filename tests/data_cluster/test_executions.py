@@ -136,6 +136,32 @@ def test_a_query_goes_on_exactly_when_spark_cannot_read_its_files(
     assert [after["start"] == before["end"] for before, after in pairwise(written)] == [True, True]
 
 
+def test_an_execution_that_spark_repeats_although_it_is_done_counts_once(driver: SparkSession, world: World) -> None:
+    """As after a power failure: the file in which Spark notes the end of an execution is lost."""
+    dataset, query = world.set_dataset(), world.set_query()
+    world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        until(lambda: runner.status.state == "running", runner)
+        for number, id_ in enumerate("ab", 1):
+            world.append(dataset, *reports("fire", id_))
+            until(lambda: runner.status.execution == number, runner)  # noqa: B023
+    before = world.status("of_type")
+    assert before is not None
+    commits = world.folder / "checkpoints" / "of_type" / "spark" / "commits"
+    for name in ("1", ".1.crc"):
+        (commits / name).unlink(missing_ok=True)  # Spark may not have come to it
+    again = world.runner(world.context(driver), query, dataset)
+    with running(again):
+        until(lambda: (commits / "1").exists(), again)
+        assert again.status.counts == before.counts
+        assert (again.status.execution, again.status.interests) == (2, 1)
+        assert (again.status.seconds, again.status.ended_ms) == (before.seconds, before.ended_ms)
+        world.append(dataset, *reports("fire", "c"))
+        until(lambda: again.status.execution == 3, again)
+    assert again.status.counts["executions"] == 3
+
+
 def test_an_execution_that_was_published_in_part_is_repeated_once_for_each(driver: SparkSession, world: World) -> None:
     """As after a crash: the checkpoint is lost, too, and the execution has begun and not ended."""
     dataset, query = world.set_dataset(), world.set_query()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamoth_analytics.cluster.failures import CHARACTERS_MAX, reason_of
+from dynamoth_analytics.cluster.servers import LogServerFailed
 
 WORKER = """Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times
 Caused by: org.apache.spark.SparkException:{0}
@@ -40,3 +41,18 @@ def test_a_worker_that_does_not_start_says_why(space: str) -> None:
 )
 def test_the_last_cause_counts(text: str, reason: str) -> None:
     assert reason_of(RuntimeError(text)) == reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LogServerFailed("x" * 400 + " (the cure)"),
+        RuntimeError("dynamoth_analytics.cluster.servers.LogServerFailed: " + "x" * 400 + " (the cure)"),
+        RuntimeError("[UNRESOLVED_COLUMN] " + "x" * 400 + " (the cure)"),
+        RuntimeError("x" * 400 + " (the cure)"),
+    ],
+)
+def test_a_long_reason_is_cut_where_it_can_be_seen_and_keeps_its_end(error: Exception) -> None:
+    reason = reason_of(error)
+    assert len(reason) <= CHARACTERS_MAX
+    assert "xx ... xx" in reason and reason.endswith("(the cure)")

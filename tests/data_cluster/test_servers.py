@@ -71,3 +71,23 @@ def test_settings_that_make_a_server_lose_records_are_named_with_the_cure(
     assert first.endswith("set noeviction")
     assert ["appendonly yes" in each for each in others] == [True] * durable
     assert servers.doubts("l2") == []
+
+
+@pytest.mark.parametrize(
+    ("begin", "cure"),
+    [
+        (("ACL", "SETUSER", "default", "-set"), "'dynamoth acl'"),
+        (("REPLICAOF", "127.0.0.1", "1"), "REPLICAOF NO ONE"),
+        (("CONFIG", "SET", "maxmemory", "1"), "raise maxmemory"),
+        (("CONFIG", "SET", "min-replicas-to-write", "1"), "min-replicas-to-write asks for"),
+    ],
+)
+def test_a_server_that_refuses_commands_is_named_with_its_cure(
+    redis_server: EmbeddedRedis, begin: tuple[str, ...], cure: str
+) -> None:
+    one = read_servers(f"l1={redis_server.url}")
+    one.run("l1", begin)
+    for run in (lambda: one.run("l1", (b"SET", b"a", b"b")), lambda: one.run_all("l1", [(b"SET", b"a", b"b")])):
+        with pytest.raises(LogServerFailed, match=r"log server l1: redis://127.0.0.1:\d+: ") as found:
+            run()
+        assert cure in str(found.value)

@@ -233,3 +233,17 @@ def test_logs_are_spread_and_a_lost_server_moves_only_its_own() -> None:
     assert all(before[id_] == after[id_] for id_ in ids if before[id_] != "l2")
     counts = [list(before.values()).count(server) for server in ("l1", "l2", "l3")]
     assert min(counts) > 250
+
+
+@pytest.mark.parametrize(
+    "command", [append(b"b", term=1, execution=2), append_many((LOG, b"b"), (OTHER, b"b"), execution=2)]
+)
+def test_a_server_without_memory_refuses_to_append_to_a_log_that_it_has(
+    command: tuple[CommandPart, ...], redis_server: EmbeddedRedis
+) -> None:
+    begun = append_many((LOG, b"a"), (OTHER, b"a"))
+    limit, more = (b"CONFIG", b"SET", b"maxmemory", b"1"), (b"CONFIG", b"SET", b"maxmemory", b"0")
+    *_, refusal, page, _, appended = asyncio.run(query(redis_server.url, begun, limit, command, read(), more, command))
+    assert isinstance(refusal, ErrorReply) and "OOM" in str(refusal)
+    assert parse_page(page).tip == 1, "what was refused has left nothing, and the log can be read"
+    assert appended[1:3] == [2, 1]

@@ -57,24 +57,24 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and is_disk_full:
         return DISK_IS_FULL
     if isinstance(error, DynamothError | OSError):
-        return text[:CHARACTERS_MAX]
+        return _shown(text)
     if ours := [*_OURS.finditer(text)]:
-        return ours[-1][2].strip()[:CHARACTERS_MAX]
+        return _shown(ours[-1][2])
     if is_disk_full:
         return DISK_IS_FULL
     for found in _SPARKS.finditer(text):
         if found[1] not in _WRAPPERS:
-            return f"[{found[1]}] {found[2].strip()}"[:CHARACTERS_MAX]
+            return _shown(f"[{found[1]}] {found[2]}")
     if causes := [*_CAUSED.finditer(text)]:
         return _shown(causes[-1][1])
     lines = [each for each in text.partition(_STREAM)[0].splitlines() if not _STATE.fullmatch(each)]
     lines = lines or [type(error).__name__]
-    return f"{type(error).__name__}: {lines[-1].strip()}"[:CHARACTERS_MAX]
+    return _shown(f"{type(error).__name__}: {lines[-1]}")
 
 
-def _shown(cause: str) -> str:
-    """Return a cause as one line; of a long one the first words, and the last ones, where Python says what is wrong."""
-    words = " ".join(cause.split())
+def _shown(reason: str) -> str:
+    """Return a reason as one line; of a long one the beginning, and the end, where Python's error or our cure is."""
+    words = " ".join(reason.split())
     half = CHARACTERS_MAX // 2
     return words if len(words) <= CHARACTERS_MAX else f"{words[: half - 3]} ... {words[2 - half :]}"
 

@@ -349,31 +349,38 @@ class QueryRunner:
         return self._progress is not None and self._progress.execution >= execution and self._progress.is_done
 
     def _execute_window(self, spark: SparkSession, execution: int, window: Window) -> None:
-        began, began_ms, name = time.monotonic(), _now_ms(), self.query.name
+        """Execute a window, unless that is done, and show it: once, though Spark repeats a batch that has ended."""
+        began, began_ms, status = time.monotonic(), _now_ms(), self.status
         self._note_overrun(window)
-        counts = Counter[str]()
-        if not self._is_done(execution):
-            counts = self.executions.run(spark, execution, window)
-            if counts["overtaken"]:
-                _log.error(
-                    "query %s: %d result sets of execution %d were not stored, as their logs have later executions: was"
-                    " its progress restored from an older copy than these logs? Users miss them",
-                    name, counts["overtaken"], execution,
-                )  # fmt: skip
-            values = {
-                "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,
-                "interests": len(self.executions.interests), "seconds": round(time.monotonic() - began, 3),
-                "ended_ms": _now_ms(), **counts,
-            }  # fmt: skip
-            write_execution(self._context.journal, name, values)
-            self._progress = Progress(execution, window, is_done=True)
-            self._context.store_progress(name, self._progress)
-        self._count({"executions": 1, **counts})
+        is_done = self._is_done(execution)
+        is_shown = is_done and status.execution == execution
+        if not is_done:
+            self._count(self._run(spark, execution, window, began))
+            status.seconds, status.interests = round(time.monotonic() - began, 3), len(self.executions.interests)
         self._retry_s, self._began_ms, self._ended_ms = RETRY_S, began_ms, _now_ms()
-        status = self.status
-        status.execution, status.tick_ms, status.ended_ms = execution, window.end["tick_ms"], self._ended_ms
-        status.seconds, status.interests = round(time.monotonic() - began, 3), len(self.executions.interests)
+        if not is_shown:
+            self._count({"executions": 1})
+            status.execution, status.tick_ms, status.ended_ms = execution, window.end["tick_ms"], self._ended_ms
         self._set_state("running")
+
+    def _run(self, spark: SparkSession, execution: int, window: Window, began: float) -> Counter[str]:
+        """Execute a window, and store that it is done; return what is counted."""
+        name, counts = self.query.name, self.executions.run(spark, execution, window)
+        if counts["overtaken"]:
+            _log.error(
+                "query %s: %d result sets of execution %d were not stored, as their logs have later executions: was its"
+                " progress restored from an older copy than these logs? Users miss them",
+                name, counts["overtaken"], execution,
+            )  # fmt: skip
+        values = {
+            "execution": execution, "version": self.query.version, "start": window.start, "end": window.end,
+            "interests": len(self.executions.interests), "seconds": round(time.monotonic() - began, 3),
+            "ended_ms": _now_ms(), **counts,
+        }  # fmt: skip
+        write_execution(self._context.journal, name, values)
+        self._progress = Progress(execution, window, is_done=True)
+        self._context.store_progress(name, self._progress)
+        return counts
 
     def _note_overrun(self, window: Window) -> None:
         if not self._ended_ms:

@@ -22,6 +22,7 @@ from dynamoth.data.records import PartitionState, parse_state, partition_name, p
 from dynamoth.data.terms import claim_command, parse_claim, take_term
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import CommandPart
+from dynamoth.refusals import with_cure
 from dynamoth_link.errors import connect_timed_out, diagnose_exception, diagnose_reply, violation
 from dynamoth_link.urls import InvalidUrl, parse_log_servers, parse_server_url
 
@@ -188,6 +189,16 @@ class LogServers:
             raise LogServerFailed(f"log server {server}: {_explained(url, error)}") from error
 
 
+_CODES: dict[type[redis.exceptions.RedisError], str] = {
+    redis.exceptions.BusyLoadingError: "LOADING",
+    redis.exceptions.MasterDownError: "MASTERDOWN",
+    redis.exceptions.NoPermissionError: "NOPERM",
+    redis.exceptions.OutOfMemoryError: "OOM",
+    redis.exceptions.ReadOnlyError: "READONLY",
+}
+"""What redis-py drops from the texts of its errors."""
+
+
 def _explained(url: str, error: redis.exceptions.RedisError) -> str:
     """Return the reason of an error, with cause and cure where a connection was not made, as links say it."""
     address, text, before = parse_server_url(url), str(error), error.__cause__ or error.__context__
@@ -199,7 +210,8 @@ def _explained(url: str, error: redis.exceptions.RedisError) -> str:
         return str(connect_timed_out(address, TIMEOUT_S))
     if isinstance(error, redis.exceptions.ConnectionError) and isinstance(before, OSError):
         return str(diagnose_exception(address, before))
-    return f"{address.redacted()}: {text}"
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "")
+    return f"{address.redacted()}: {with_cure(f'{code} {text}'.lstrip())}"
 
 
 def read_servers(text: str, *, durable: bool = False, options: Mapping[str, str] = MappingProxyType({})) -> LogServers:

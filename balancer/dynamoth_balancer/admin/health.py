@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamoth.protocol.reports import CANNOT_OBSERVE, Report
+from dynamoth.refusals import with_cure
 from dynamoth_balancer.decide.cluster import Finding
 from dynamoth_balancer.decide.model import ClusterModel
 from dynamoth_balancer.events import Note
@@ -306,24 +307,6 @@ def _of_transitions(installer: Installer, now: float) -> Iterator[Found]:
     if (more := len(slow) - TRANSITIONS_SHOWN_MAX) > 0:
         what = "1 more channel does" if more == 1 else f"{more} more channels do"
         yield Found(Severity.WARNING, "transition_stalled", "balancer", f"{what} not settle")
-
-
-CURES = (
-    ("OOM", "raise maxmemory of the server"),
-    ("READONLY", "the server has become a replica; end that with REPLICAOF NO ONE"),
-    ("NOPERM", "give the user the rights that 'dynamoth acl' prints"),
-    ("NOAUTH", "give the daemons the password"),
-    ("MISCONF", "the server cannot save to its disk; see its log"),
-    ("NOREPLICAS", "the server misses replicas that min-replicas-to-write asks for"),
-)
-
-
-def with_cure(reply: str) -> str:
-    """Return a refusal of Redis with its cure, if that is known."""
-    for code, cure in CURES:
-        if reply.startswith(code) or f": {code} " in reply:
-            return f"{reply} ({cure})"
-    return reply
 
 
 def channel_text(channel: bytes) -> str:

@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 from dynamoth.edge.control import parse_location
 from dynamoth.edge.tickets import KEY_BYTES
 from dynamoth.plan.plan import Server
+from dynamoth.refusals import with_cure
 from dynamoth.settings.sections import HttpSettings
 from dynamoth_broker.coordinator.events import DecisionRecorded
 from dynamoth_broker.coordinator.machine import (
@@ -103,10 +104,12 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
             case ControlLinkChanged(server, None):
                 self._log.write(logging.INFO, "connected", server=server, limited=True)
             case ControlLinkChanged(server, reason):
-                self._log.write(logging.WARNING, "a server cannot be used; trying again", reason, server=server)
+                self._log.write(
+                    logging.WARNING, "a server cannot be used; trying again", with_cure(reason or ""), server=server
+                )
             case Noted(message, cause, fields, is_warning):
                 level = logging.WARNING if is_warning else logging.INFO
-                self._log.write(level, message, cause or None, limited=True, **fields)
+                self._log.write(level, message, with_cure(cause) or None, limited=True, **fields)
             case DecisionRecorded(decision):
                 data = decision_as_data(decision)
                 self._log.write(logging.INFO, "decision", data.pop("reason"), **data)
@@ -162,7 +165,7 @@ class CoordinatorProcess(DaemonProcess[CoordinatorNews]):
         machine = self._machine
         if machine.is_leading or machine.others:
             return None
-        faults = [f"{server}: {fault}" for server, fault in machine.faults.items()]
+        faults = [f"{server}: {with_cure(fault)}" for server, fault in machine.faults.items()]
         return "\n".join([machine.why_waiting, *faults])
 
     def shut_down(self) -> None:

@@ -34,7 +34,7 @@ _COUNTERS = {
     "records_refused": "Records of users that do not belong to their dataset: they are among the dead letters",
     "records_without_dataset": "Records of users for which there is no dataset that users may write to",
     "records_dataset_full": "Records of users that were refused for now, as too many wait for the archive",
-    "records_log_unavailable": "Records of users that a log server has refused",
+    "records_log_unavailable": "Records of users that a log server has refused, or was not there to take",
     "records_unknown_outcome": "Records of users that are stored or not: a log server's answer was lost",
     "dead_letters_lost": "Refused records of users that may not be among the dead letters, as a log server failed",
     "presence_failed": "Changes of presence that a log server has not answered: the next refresh repairs them",
@@ -71,6 +71,7 @@ def _collect(machine: BrokerMachine, lag_s: Callable[[], float]) -> Iterator[Met
     yield gauge("members", "Users who are present on a channel, once for each channel", machine.presence.members)
     yield gauge("draining", "1 while users are moved away, and none are taken", machine.is_draining)
     yield gauge("logs_down", "Log servers that do not answer", len(machine.logs.faults))
+    yield gauge("logs_refusing", "Log servers that answer and refuse commands", len(machine.logs.refusals))
     rates = machine.control.rates
     load, inbound = rates.load_bytes_per_s, rates.inbound_bytes_per_s
     yield gauge("load_bytes_per_second", "What comes from Redis and goes to users, as it was reported last", load)

@@ -28,6 +28,8 @@ from dynamoth.edge.frames import (
     to_wire,
 )
 from dynamoth.errors import ConfigError, MalformedMessage
+from dynamoth.protocol.wire import cut
+from dynamoth.refusals import with_cure
 from dynamoth.settings.sections import BrokerSettings
 from dynamoth_broker.events import (
     PROTOCOL_ERROR,
@@ -78,6 +80,9 @@ CONNECT_TIMEOUT_S = 10.0
 
 SAVE_S_MAX = 2.0
 """A broker that ends waits this long for log servers to confirm what users have acknowledged."""
+
+REASON_CHARACTERS_MAX = 200
+"""Of why a frame cannot be read, to its user."""
 
 LAG_INTERVAL_S = 0.5
 """The lag of the event loop is measured this often."""
@@ -229,8 +234,9 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
             return f"the cluster cannot be reached: {self._subscriptions.fault}"
         unreachable = self._machine.control.faults
         if unreachable and len(unreachable) == len(self._config.options.control):
-            return "no server of the cluster can be reached: " + "; ".join(unreachable.values())
-        faults = [f"log server {id_}: {fault}" for id_, fault in self._machine.logs.faults.items()]
+            return "no server of the cluster can be reached: " + "; ".join(map(with_cure, unreachable.values()))
+        logs = self._machine.logs
+        faults = [f"log server {id_}: {fault}" for id_, fault in [*logs.faults.items(), *logs.refusals.items()]]
         if self._tokens.fault:
             faults.append(self._tokens.fault)
         return "\n".join(faults) or None
@@ -307,7 +313,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
                 self._log.write(logging.INFO, "coordinators can reach this broker", link=link, limited=True)
             case ControlLinkChanged(link, reason):
                 message = "coordinators cannot reach this broker through a server; trying again"
-                self._log.write(logging.WARNING, message, reason, link=link)
+                self._log.write(logging.WARNING, message, with_cure(reason or ""), link=link)
             case Noted(message, cause, fields, is_warning):
                 self._log.write(logging.WARNING if is_warning else logging.INFO, message, cause or None, **fields)
             case _:
@@ -393,7 +399,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
     def malformed(self, conn: UserConnection, reason: str) -> None:
         """Close the connection of a user who sends what cannot be read."""
         self._machine.counters["malformed_frames"] += 1
-        self._refuse(conn, Error("bad_frame", reason[:200]), PROTOCOL_ERROR)
+        self._refuse(conn, Error("bad_frame", cut(reason, REASON_CHARACTERS_MAX)), PROTOCOL_ERROR)
 
     def overflowed(self, conn: UserConnection) -> None:
         """Let a user fall behind."""

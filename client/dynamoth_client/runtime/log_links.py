@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dynamoth.edge.log import SERVERS_KEY, refusal_reason, servers_value
+from dynamoth.edge.log import SERVERS_KEY, servers_value
 from dynamoth.errors import ConfigError, DynamothError
 from dynamoth.machine.events import CommandPart, ErrorReply
+from dynamoth.refusals import with_cure
 from dynamoth_client.redis_py.pools import Pool
 from dynamoth_client.redis_py.settings import read_settings
 from dynamoth_link.link import Link
@@ -203,7 +204,7 @@ def _difference(id_: str, ours: str, theirs: str) -> str:
 
 def unavailable(server: LogServerLink, reason: str) -> LogUnavailable:
     """Return the error of what was not stored."""
-    return LogUnavailable(f"log server {server.id}: {refusal_reason(reason)}; it is not stored, and may be repeated")
+    return LogUnavailable(f"log server {server.id}: {with_cure(reason)}; it is not stored, and may be repeated")
 
 
 def unknown(server: LogServerLink) -> UnknownOutcome:

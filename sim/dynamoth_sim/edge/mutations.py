@@ -22,6 +22,7 @@ from dynamoth_broker.control import Control
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import Broadcast, PublishMessage, SubscribeChannel, Transmit, UnsubscribeChannel
 from dynamoth_broker.interests import Phase, SharedInterest
+from dynamoth_broker.logs import Logs
 from dynamoth_broker.machine import BrokerMachine
 from dynamoth_broker.moves import DRAIN_INTERVAL_S, Moves
 from dynamoth_broker.sessions import Session, Stage, Subscription
@@ -30,7 +31,7 @@ from dynamoth_broker.tips import TipChecks
 from dynamoth_broker.users import Users
 from dynamoth_client.machines.subscriber.barriers import Barriers
 from dynamoth_client.machines.subscriber.events import BarrierPassed
-from dynamoth_sim.edge.mutations_of_positions import CHECKS_OF_POSITIONS
+from dynamoth_sim.edge.mutations_of_positions import CHECKS_OF_POSITIONS, unanswered_positions_are_forgotten
 from dynamoth_sim.edge.mutations_of_presence import CHECKS_OF_PRESENCE
 from dynamoth_sim.edge.mutations_of_users import CHECKS_OF_USERS
 from dynamoth_sim.mutations.mutation import Check, no_actions, nothing, replaced, returning
@@ -268,6 +269,11 @@ def _appending(**changed: int) -> AbstractContextManager[None]:
     return replaced(dynamoth.edge.log, append_command=append)
 
 
+def refusing_servers_are_not_tried() -> AbstractContextManager[None]:
+    """A broker waits until somebody sends something to a log server that refuses commands."""
+    return replaced(Logs, _try=no_actions)
+
+
 def terms_are_ignored() -> AbstractContextManager[None]:
     """A writer does not say which term it has."""
     return _appending(term=0)
@@ -408,6 +414,8 @@ EDGE_CHECKS: tuple[Check, ...] = (
     Check("edge-dropped-by-the-log", retention_is_not_reported, "expected"),
     Check("edge-log-flushed", lost_logs_are_not_reported, "G5"),
     Check("edge-log-flushed", lost_logs_are_not_reported_later, "G5"),
+    Check("edge-log-refuses", refusing_servers_are_not_tried, "expected"),
+    Check("edge-log-refuses", unanswered_positions_are_forgotten, "expected"),
     Check("edge-log-restored", epochs_outlive_servers, "G5"),
     Check("edge-zombie-writer", terms_are_ignored, "expected"),
     Check("edge-zombie-writer", executions_are_not_numbered, "expected"),

@@ -14,6 +14,7 @@ from dynamoth_sim.cluster import Cluster, Setting, short_options
 from dynamoth_sim.edge.users import UserApp
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, SHORT_USER_OPTIONS, EdgeOptions, EdgeWorld
 from dynamoth_sim.load.clients import Client
+from dynamoth_sim.world.redis import out_of_memory, read_only
 from dynamoth_sim.world.world import World
 
 HOLD_S_MAX = 1.5
@@ -30,6 +31,7 @@ MOVE_CHANNEL_S_MAX = 0.5
 PAUSE_S_MAX = 0.3
 DOWN_S_MAX = 0.4
 NOTICE_S_MAX = 0.3
+REFUSE_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,12 @@ EDGE_PROFILES = {
             edge=EdgeOptions(logs_may_fail=True),
         ),
         EdgeProfile(
+            name="edge-refusals",
+            faults=(*PLANNED, *CRASHES, *("refuse log",) * 3),
+            losses_allowed=True,
+            edge=EdgeOptions(stored_users=3),
+        ),
+        EdgeProfile(
             name="edge-retention",
             faults=(*PLANNED, *CRASHES),
             losses_allowed=True,
@@ -186,6 +194,7 @@ class EdgeChaos:
             "restart log": self._restart_log,
             "restore log": self._restore_log,
             "flush log": self._flush_log,
+            "refuse log": self._refuse_log,
         }
 
     def start(self) -> None:
@@ -389,6 +398,20 @@ class EdgeChaos:
 
     def _flush_log(self) -> None:
         self._random.choice(list(self._edge.logs.values())).flush()
+
+    def _refuse_log(self) -> None:
+        """A log server has no memory left, or has become a replica."""
+        server = self._random.choice(list(self._edge.logs.values()))
+        if not server.up or server.refuse is not None:
+            return
+        server.refuse = self._random.choice((out_of_memory, read_only))
+        self._note(f"{server.id} refuses writes: {server.refuse.__name__}")
+
+        def accept() -> None:
+            server.refuse = None
+            self._note(f"{server.id} takes writes again")
+
+        self._until(REFUSE_S_MAX * self._random.random(), accept)
 
 
 def run_edge_profile(world: World, profile: EdgeProfile) -> tuple[EdgeWorld, Callable[[], list[Violation]]]:

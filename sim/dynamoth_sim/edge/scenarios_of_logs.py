@@ -6,8 +6,10 @@ U and V are users; V publishes where the script says so. See ``scenarios``.
 from __future__ import annotations
 
 from dynamoth.edge.log import Appended
+from dynamoth_broker.logs import CALM_S
 from dynamoth_sim.edge.stage import AT_ONCE_S, EdgeScenario, EdgeStage
 from dynamoth_sim.edge.world import EdgeOptions
+from dynamoth_sim.world.redis import read_only
 
 BACKLOG = 20
 """Publications that a user misses: several pages of the log, and more than a broker keeps by itself."""
@@ -136,11 +138,32 @@ def log_flushed(stage: EdgeStage) -> None:
     stage.expect_user_gaps(2, interest)
 
 
+def log_refuses(stage: EdgeStage) -> None:
+    """The server of a log becomes a replica for a while: brokers say so, and what it has refused is stored later."""
+    interest = stage.edge.logged[0]
+    user = stage.user("U", interest, is_stored=True)
+    publisher = stage.user("V", interest, at="b2")
+    stage.publish_by(publisher, interest, 2)
+    server, logs = stage.log_of(interest), [stage.broker(name).machine.logs for name in ("b1", "b2")]
+    server.refuse = read_only
+    stage.publish_by(publisher, interest)
+    stage.wait("b1 and b2 say that it refuses", lambda: all(server.id in each.refusals for each in logs))
+    stage.expect("U's position is not stored", stage.stored_offset(user, interest) < 2)
+    server.refuse = None
+    stage.wait("b1 and b2 say that it accepts", lambda: not any(each.refusals for each in logs), 2 * CALM_S)
+    stage.expect_stored(user, interest, 2)
+    stage.publish_by(publisher, interest)
+    stage.run(AT_ONCE_S)
+    stage.expect_received(user, interest, 3)
+    stage.expect_user_gaps(0, interest)
+
+
 OF_LOGS: dict[str, EdgeScenario] = {
     "edge-broker-dies-publishing": EdgeScenario(broker_dies_publishing, losses_allowed=True),
     "edge-dropped-by-the-log": EdgeScenario(dropped_by_the_log, edge=FEW_KEPT, losses_allowed=True),
     "edge-gap-is-old": EdgeScenario(gap_is_old, edge=FEW_KEPT),
     "edge-log-flushed": EdgeScenario(log_flushed, edge=LOGS_FAIL, losses_allowed=True),
+    "edge-log-refuses": EdgeScenario(log_refuses, losses_allowed=True),
     "edge-log-restored": EdgeScenario(log_restored, edge=LOGS_FAIL, losses_allowed=True),
     "edge-moves-while-publishing": EdgeScenario(moves_while_publishing),
     "edge-zombie-writer": EdgeScenario(zombie_writer),
