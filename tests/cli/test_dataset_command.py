@@ -150,6 +150,17 @@ def test_changes_that_stored_records_do_not_fit_are_refused(console: Console, ol
     assert "reports: changed, version 2" in console.set(changed, "--force")
 
 
+def test_a_field_with_records_keeps_its_type_even_with_force(console: Console) -> None:
+    console.set()
+    console.run("dataset", "load", "reports", console.write(fire(1), "one.jsonl"))
+    changed = DEFINITIONS.replace('size = "int?"', 'size = "string?"')
+    said = console.set(changed, "--force", code=EXIT_REFUSED)
+    assert "'reports' has records with the field 'size' of type int, which cannot become string, not even" in said
+    assert console.json("dataset", "show", "reports")["version"] == 1
+    without = DEFINITIONS.replace('size = "int?", ', "").replace('id = "id"', 'id = "id"\nlate_s = 0')
+    assert "reports: changed, version 2" in console.set(without, "--force")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
