@@ -433,7 +433,8 @@ def test_a_change_says_how_many_interests_do_not_fit_any_more(console: Console) 
 
 def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None:
     console.set()
-    assert "is `dynamoth data-cluster` running?" in console.run("query", "list")
+    said = console.run("query", "list")
+    assert "no data cluster has begun to execute it: `dynamoth data-cluster` is still starting, or does not run" in said
     progress = parse_progress(console.of_query("of_type", b"GET", progress_key("of_type")))
     assert progress is not None and progress.is_done and progress.execution == 0
     status = QueryStatus(execution=7, ended_ms=1, seconds=0.25, interests=3, counts={"rows": 12})
@@ -536,6 +537,7 @@ def test_a_query_is_tried_on_samples(tmp_path: Path) -> None:
     [
         (["other"], "has no query 'other'; it has of_type"),
         (["of_type"], "give --params"),
+        (["of_type", "--config", "missing.toml"], "give --params"),
         (["of_type", "--params", '{"type": 1}'], "is of type string"),
         (["of_type", "--params", "no JSON"], "--params no JSON"),
         (["of_type", "--sample", "roads=x.csv"], "with one of reports, shelters"),
