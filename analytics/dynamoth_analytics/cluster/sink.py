@@ -99,8 +99,8 @@ class _Sink:
     def write(self, rows: Iterable[Row], execution: int | None) -> _Published:
         """Publish the rows of a task. ``execution`` is None where a batch has no number."""
         values = list(rows)
-        if self.ordered_by is not None:
-            values.sort(key=lambda row: _value(row, self.ordered_by))
+        if (column := self.ordered_by) is not None:
+            values.sort(key=lambda row: _value(row, column))
         messages = [(self._channel(row), _bytes(_value(row, "payload"))) for row in values]
         if self.servers is None:
             self._publish([(channel.encode(), payload) for channel, payload in messages], is_needed=True)

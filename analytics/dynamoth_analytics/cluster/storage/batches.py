@@ -99,8 +99,8 @@ def _check_values(dataset: Dataset, records: Sequence[Record]) -> None:
         for field in dataset.fields:
             found = _JSON_TYPES.get(type(values.get(field.name)))
             expected = "int" if field.type == "timestamp" else field.type
-            if found not in (None, expected) and (found, expected) != ("int", "float"):
-                raise OtherType(dataset, field, found or "")
+            if found is not None and found != expected and (found, expected) != ("int", "float"):
+                raise OtherType(dataset, field, found)
 
 
 def check_types(dataset: Dataset, schema: Any) -> None:
