@@ -85,7 +85,7 @@ from dynamoth_broker.logs import LINK_PREFIX, Logs
 from dynamoth_broker.moves import Moves
 from dynamoth_broker.positions import Positions
 from dynamoth_broker.presence import Presence
-from dynamoth_broker.publishing import NO_DATASETS, NOT_ALLOWED, Publishing
+from dynamoth_broker.publishing import NO_DATASETS, Publishing, not_allowed
 from dynamoth_broker.queries import Queries
 from dynamoth_broker.records import Outcome, Records
 from dynamoth_broker.sessions import Session
@@ -310,8 +310,9 @@ class BrokerMachine:
             outcomes[index], left = (outcome.code, outcome.reason), left - 1
             return [] if left else [RecordsAnswered(event.request, outcomes)]
 
-        if self.records is None or not event.grant.may_publish(DATASET_PREFIX + event.dataset):
-            refusal = ("unknown_dataset", NO_DATASETS) if self.records is None else ("forbidden", NOT_ALLOWED)
+        channel = DATASET_PREFIX + event.dataset
+        if self.records is None or not event.grant.may_publish(channel):
+            refusal = ("unknown_dataset", NO_DATASETS) if self.records is None else ("forbidden", not_allowed(channel))
             return [RecordsAnswered(event.request, [refusal] * len(event.records))]
         actions: list[BrokerAction] = []
         for index, record in enumerate(event.records):

@@ -10,14 +10,20 @@ from dynamoth.edge.frames import Error, Published, PublishRequest
 from dynamoth.edge.interests import Interest
 from dynamoth.edge.log import Appended, is_fenced
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
+from dynamoth.protocol.wire import shortened
 from dynamoth.refusals import with_cure
 from dynamoth_broker.events import RETRY_MS, BrokerAction, PublishMessage, Transmit
 from dynamoth_broker.logs import Logs
 from dynamoth_broker.records import Records
 from dynamoth_broker.sessions import Session
+from dynamoth_broker.subscribing import reserved
 
 NO_DATASETS = "this broker has no datasets: see broker.data_cluster"
-NOT_ALLOWED = "the token does not allow to publish here"
+
+
+def not_allowed(channel: str) -> str:
+    """Return why a user may not publish on a channel whose name is one for users."""
+    return f"publishing on {shortened(channel)} needs a token whose claim 'publish' allows it"
 
 
 class Publishing:
@@ -33,8 +39,10 @@ class Publishing:
         """Publish, or say why not."""
         interest, ref, connection = request.channel, request.ref, session.connection
         is_record = interest.name.startswith(DATASET_PREFIX)
-        if not session.grant.may_publish(interest.name) or (interest.is_reserved and not is_record):
-            return [Transmit(connection, Error("forbidden", NOT_ALLOWED, ref=ref))]
+        if interest.is_reserved and not is_record:
+            return [Transmit(connection, Error("forbidden", reserved(interest), ref=ref))]
+        if not session.grant.may_publish(interest.name):
+            return [Transmit(connection, Error("forbidden", not_allowed(interest.name), ref=ref))]
         if is_record:
             if self._records is not None:
                 return self._records.publish(session, request, now)

@@ -93,8 +93,10 @@ class Queries:
             query.check(values)
         except BadParameters as error:
             return self._refuse(subscription, "bad_params", str(error))
-        if any(not grant.user or values[name] != grant.user for name, _ in query.bind):
-            return self._refuse(subscription, "forbidden", "a parameter has to be the subject of the token")
+        for name, _ in query.bind:
+            if not grant.user or values[name] != grant.user:
+                text = f"parameter {name!r} has to be the subject (claim 'sub') of the token"
+                return self._refuse(subscription, "forbidden", text)
         keep_s = query.keep_s
         if subscription.position_key is not None:
             keep_s = max(keep_s, self._options.position_ttl_s)

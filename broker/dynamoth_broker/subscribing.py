@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.frames import Error, MovedIn, SubscriptionRequest
 from dynamoth.edge.interests import Interest, is_bound
 from dynamoth.globs import compile_glob
 from dynamoth.machine.timers import Timers
+from dynamoth.protocol.wire import shortened
 from dynamoth_broker.delivery import Delivery
 from dynamoth_broker.events import (
     RETRY_MS,
@@ -37,6 +39,24 @@ def may_subscribe(grant: Grant, interest: Interest) -> bool:
     """Return whether a user may subscribe to an interest, with its parameters."""
     bound = grant.bound.get(interest.name, {}) if interest.kind == "query" else {}
     return grant.may_subscribe(interest.kind, interest.name) and is_bound(interest, bound)
+
+
+def _not_allowed(grant: Grant, interest: Interest) -> str:
+    """Return why a user may not subscribe to an interest, for which ``may_subscribe`` is false."""
+    claim = "queries" if interest.kind == "query" else "channels"
+    if not grant.may_subscribe(interest.kind, interest.name):
+        return f"the {interest.kind} {shortened(interest.name)} needs a token whose claim {claim!r} allows it"
+    bound = grant.bound[interest.name]
+    name = next(each for each in bound if not is_bound(interest, {each: bound[each]}))
+    return f"the token's claim 'params' gives parameter {shortened(name)} of this query another value"
+
+
+def reserved(interest: Interest) -> str:
+    """Return why nobody may subscribe to or publish on a name that is reserved."""
+    name = shortened(interest.name)
+    if interest.kind == "channel" and interest.name.startswith(DATASET_PREFIX):
+        return f"{name} is where records of a dataset are published: subscribe to a query over the dataset"
+    return f"the name {name} is reserved: use another one"
 
 
 class Subscribing:
@@ -139,9 +159,9 @@ class Subscribing:
     def refusal(self, session: Session, interest: Interest, ref: int) -> Error | None:
         """Return why a user may not have anything of an interest; None where it may."""
         if not may_subscribe(session.grant, interest):
-            return Error("forbidden", f"the token does not allow this {interest.kind}, or its parameters", ref=ref)
+            return Error("forbidden", _not_allowed(session.grant, interest), ref=ref)
         if interest.is_reserved:
-            return Error("forbidden", "this name is reserved", ref=ref)
+            return Error("forbidden", reserved(interest), ref=ref)
         if interest.kind == "presence" and not self.presence.is_listed(interest.name):
             return Error("forbidden", NO_PRESENCE, ref=ref)
         if self.is_logged(interest) and not self._options.logs:

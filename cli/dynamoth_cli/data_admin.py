@@ -227,6 +227,8 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> Regi
         before, stored = catalog.datasets.get(dataset.name), entries[0].get(dataset.name, _NOTHING)
         if before is not None and not force:
             check_change(before, dataset)
+        elif before is not None:
+            await _check_types(links, before, dataset)
         elif stored.version and stored.definition is None and not force:
             await _check_unused(links, dataset)
         new = replace(dataset, version=stored.version, loaded=stored.version if before is None else before.loaded)
@@ -297,22 +299,41 @@ async def _outdated(links: DataLinks, query: StandingQuery) -> list[str]:
     ]
 
 
-async def _check_unused(links: DataLinks, dataset: Dataset) -> None:
-    """Check that a dropped dataset of the same name has left no records. Raises ConfigError, LogUnavailable.
+async def _has_records(links: DataLinks, dataset: Dataset) -> bool:
+    """Return whether records were ever stored under the name of a dataset that is not static. Raises LogUnavailable.
 
-    They would be among those of the new one, here and in the archive. Loads of static ones have names of their own.
+    They stay, here and in the archive. Loads of static ones have names of their own.
     """
     if dataset.kind == "static":
-        return
+        return False
     names = [partition_name(dataset.stream, number) for number in range(PARTITIONS_MAX)]  # it may have had others
     states = await run_all(
         [links.command(partition_server(name, links.ids), state_command(name), repeats=True) for name in names]
     )
-    if any(parse_state(each).offset for each in states):
+    return any(parse_state(each).offset for each in states)
+
+
+async def _check_unused(links: DataLinks, dataset: Dataset) -> None:
+    """Check that a dropped dataset of the same name has left no records. Raises ConfigError, LogUnavailable."""
+    if await _has_records(links, dataset):
         raise ConfigError(
             f"dataset {dataset.name!r} was dropped, and its records are still stored: choose another name, or --force,"
-            " which has them belong to the new dataset"
+            " which has them belong to the new dataset: its fields need the types that they had"
         )
+
+
+async def _check_types(links: DataLinks, before: Dataset, after: Dataset) -> None:
+    """Check that fields of a dataset with records keep their types: its archive could not be read any more.
+
+    Raises ConfigError, LogUnavailable.
+    """
+    for field in before.fields:
+        new = after.by_name.get(field.name)
+        if new is not None and new.type != field.type and await _has_records(links, before):
+            raise ConfigError(
+                f"dataset {after.name!r} has records with the field {field.name!r} of type {field.type}, which cannot"
+                f" become {new.type}, not even with --force: use a new name for the field, or for the dataset"
+            )
 
 
 async def _begin_load(links: DataLinks, dataset: Dataset) -> None:

@@ -142,7 +142,7 @@ async def test_an_interest_is_registered_before_its_user_is_confirmed(
         (near(most=101), "bad_params", "at most 100"),
         (near(most=1.5), "bad_params", "of type int"),
         (near() | {"params": {"user": "ada", "most": 5, "x": 1}}, "bad_params", "no parameter 'x'"),
-        (near(user="bob"), "forbidden", "subject of the token"),
+        (near(user="bob"), "forbidden", "parameter 'user' has to be the subject"),
     ],
 )
 @in_a_loop

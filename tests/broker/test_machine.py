@@ -738,23 +738,33 @@ def test_moved_in_waits_for_nothing_that_was_asked_for_twice_or_given_up() -> No
 
 
 @pytest.mark.parametrize(
-    ("interest", "grant", "code"),
+    ("interest", "grant", "why"),
     [
-        (channel_interest("__dynamoth__:plan"), EVERYTHING, "forbidden"),
-        (channel_interest(LOGGED.log_channel.decode()), EVERYTHING, "forbidden"),
-        (query_interest("near", {"user": True}), Grant(bound={"near": {"user": 1}}), "forbidden"),
-        (query_interest("near", {}), Grant(bound={"near": {"user": None}}), "forbidden"),
-        (channel_interest("secret"), Grant(channels=("news.*",)), "forbidden"),
-        (query_interest("near", {"user": "2"}), Grant(bound={"near": {"user": "1"}}), "forbidden"),
-        (query_interest("near", {}), Grant(queries=("other",)), "forbidden"),
+        (channel_interest("__dynamoth__:plan"), EVERYTHING, "the name '__dynamoth__:plan' is reserved"),
+        (channel_interest(LOGGED.log_channel.decode()), EVERYTHING, "is reserved: use another one"),
+        (channel_interest("d:reports"), EVERYTHING, "'d:reports' is where records of a dataset are published: subscr"),
+        (query_interest("near", {"user": True}), Grant(bound={"near": {"user": 1}}), "parameter 'user' of this query"),
+        (query_interest("near", {}), Grant(bound={"near": {"user": None}}), "claim 'params' gives parameter 'user'"),
+        (
+            channel_interest("secret"),
+            Grant(channels=("news.*",)),
+            "channel 'secret' needs a token whose claim 'channels'",
+        ),
+        (
+            query_interest("near", {"a": 1, "b": "2"}),
+            Grant(bound={"near": {"a": 1, "b": "1"}}),
+            "parameter 'b' of this",
+        ),
+        (query_interest("near", {}), Grant(queries=("other",)), "query 'near' needs a token whose claim 'queries'"),
     ],
 )
-def test_what_a_token_does_not_allow_is_refused(interest: Interest, grant: Grant, code: str) -> None:
+def test_what_a_token_does_not_allow_is_refused(interest: Interest, grant: Grant, why: str) -> None:
     broker = Broker()
     broker.open(1, grant=grant)
     actions = broker.subscribe(1, interest, ref=5)
     [error] = frames(actions, 1)
-    assert (error.code, error.retry, error.ref) == (code, "never", 5)
+    assert (error.code, error.retry, error.ref) == ("forbidden", "never", 5)
+    assert why in error.message
     assert only(SubscribeChannel, actions) == []
     assert len(broker.broker.interests) == 0
 
@@ -764,6 +774,7 @@ def test_nobody_publishes_on_the_channel_of_a_log() -> None:
     broker.open(1)
     [error] = frames(broker.frame(1, PublishRequest(5, channel_interest(LOGGED.log_channel.decode()), b"forged")), 1)
     assert (error.code, error.ref) == ("forbidden", 5)
+    assert "is reserved" in error.message
 
 
 def test_a_new_token_of_another_user_or_with_fewer_rights_counts() -> None:
@@ -973,6 +984,7 @@ def test_a_live_publication_is_answered_when_it_was_published() -> None:
     assert frames(broker.tell(MessagePublished(publish.token)), 1) == [Published(3)]
     [error] = frames(broker.frame(1, PublishRequest(4, LOGGED, b"x")), 1)
     assert (error.code, error.ref) == ("forbidden", 4)
+    assert error.message == f"publishing on {LOGGED.name!r} needs a token whose claim 'publish' allows it"
 
 
 # Migration and drain.

@@ -150,6 +150,17 @@ def test_changes_that_stored_records_do_not_fit_are_refused(console: Console, ol
     assert "reports: changed, version 2" in console.set(changed, "--force")
 
 
+def test_a_field_with_records_keeps_its_type_even_with_force(console: Console) -> None:
+    console.set()
+    console.run("dataset", "load", "reports", console.write(fire(1), "one.jsonl"))
+    changed = DEFINITIONS.replace('size = "int?"', 'size = "string?"')
+    said = console.set(changed, "--force", code=EXIT_REFUSED)
+    assert "'reports' has records with the field 'size' of type int, which cannot become string, not even" in said
+    assert console.json("dataset", "show", "reports")["version"] == 1
+    without = DEFINITIONS.replace('size = "int?", ', "").replace('id = "id"', 'id = "id"\nlate_s = 0')
+    assert "reports: changed, version 2" in console.set(without, "--force")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -422,7 +433,8 @@ def test_a_change_says_how_many_interests_do_not_fit_any_more(console: Console) 
 
 def test_queries_show_how_they_do_and_can_be_restarted(console: Console) -> None:
     console.set()
-    assert "is `dynamoth data-cluster` running?" in console.run("query", "list")
+    said = console.run("query", "list")
+    assert "no data cluster has begun to execute it: `dynamoth data-cluster` is still starting, or does not run" in said
     progress = parse_progress(console.of_query("of_type", b"GET", progress_key("of_type")))
     assert progress is not None and progress.is_done and progress.execution == 0
     status = QueryStatus(execution=7, ended_ms=1, seconds=0.25, interests=3, counts={"rows": 12})
@@ -525,6 +537,7 @@ def test_a_query_is_tried_on_samples(tmp_path: Path) -> None:
     [
         (["other"], "has no query 'other'; it has of_type"),
         (["of_type"], "give --params"),
+        (["of_type", "--config", "missing.toml"], "give --params"),
         (["of_type", "--params", '{"type": 1}'], "is of type string"),
         (["of_type", "--params", "no JSON"], "--params no JSON"),
         (["of_type", "--sample", "roads=x.csv"], "with one of reports, shelters"),

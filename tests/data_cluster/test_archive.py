@@ -21,7 +21,7 @@ from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, read
 from dynamoth_analytics.cluster.storage import archive
 from dynamoth_analytics.cluster.storage.archive import Archiver, ArchivingFailed
 from dynamoth_analytics.cluster.storage.archive_files import Hole, archived, file_name
-from dynamoth_analytics.cluster.storage.batches import to_batch, write_file
+from dynamoth_analytics.cluster.storage.batches import OtherType, to_batch, write_file
 from dynamoth_analytics.cluster.storage.merging import merge_day
 from dynamoth_analytics.cluster.storage.paging import next_count, pages
 from dynamoth_analytics.cluster.storage.reading import RecordsLost, read_range, read_state
@@ -281,6 +281,31 @@ def test_a_malformed_record_holds_up_only_its_partition(world: World, tmp_path: 
             archiver.archive(world.servers.catalog())
     assert archiver.records == 6
     assert {file.name[0] for file in tmp_path.rglob("*.parquet")} == {"0", "2", "3"}
+
+
+_TYPES = {
+    "string": "x", "int": 5, "float": 1.5, "bool": True, "timestamp": "2026-01-31T12:00:00Z",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), [(old, new) for old in _TYPES for new in _TYPES if old != new])
+def test_records_of_another_type_than_their_dataset_are_an_error(
+    world: World, tmp_path: Path, old: str, new: str
+) -> None:
+    dataset = world.set_dataset(partitions=1, id="", fields={"size": old + "?"})
+    world.append(dataset, {}, {"size": _TYPES[old]})
+    changed = world.set_dataset(partitions=1, id="", fields={"size": new + "?"}, version=2)
+    cause = f"dataset reports: field 'size' is of type {new}, and stored records have"
+    if (old, new) not in (("int", "float"), ("int", "timestamp"), ("timestamp", "int"), ("timestamp", "float")):
+        with pytest.raises(OtherType, match=cause):  # JSON has only numbers for those
+            list(read_range(world.servers, changed, 0, 0, world.servers.tips({"reports": 1})["reports/0"], None))
+        with pytest.raises(ArchivingFailed, match=f"partition reports/0 is not archived: {cause}"):
+            Archiver(world.servers, tmp_path, hot_records=0).archive(world.servers.catalog())
+    world.set_dataset(partitions=1, id="", fields={"size": old + "?"}, version=3)
+    Archiver(world.servers, tmp_path, hot_records=0).archive(world.servers.catalog())
+    tip = world.servers.tips({"reports": 1})["reports/0"]
+    with pytest.raises(OtherType, match=f"{cause} {old} there: drop it, and register it with the type"):
+        list(read_range(world.servers, changed, 0, 0, tip, tmp_path))
 
 
 def test_a_server_that_is_down_holds_up_only_its_partitions(

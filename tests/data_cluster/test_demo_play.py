@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dynamoth_cli.local.embedded import keep_port
+from dynamoth_daemon.exit_codes import EXIT_INTERRUPTED
 from dynamoth_demo.emergency import command
 from dynamoth_demo.emergency.play import DRAIN_AT, KILLS_AT, PATIENCE_S, Play, advice
 from dynamoth_demo.emergency.servers import TooSlow
@@ -121,6 +125,18 @@ def test_a_run_that_is_too_slow_says_what_helps(tmp_path: Path, monkeypatch: pyt
     text = str(raised.value)
     assert text.startswith("data-cluster has not started within 300 s; the load of this machine is ")
     assert text.endswith(f": {folder / 'logs' / 'data-cluster.log'}") == is_kept
+
+
+def test_a_demo_that_is_interrupted_says_what_it_ends() -> None:
+    words = [sys.executable, "-P", "-m", "dynamoth_cli", "demo-emergency", "--users", "1", "--brokers", "2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        begun = demo.stdout.readline()
+        demo.send_signal(signal.SIGINT)
+        rest = demo.stdout.read()
+    assert "starting servers, brokers and Spark; 7 standing queries, and report_counts_hurried" in begun
+    assert "interrupted: ending users, reporters and page, the data cluster" in rest
+    assert demo.returncode == EXIT_INTERRUPTED
 
 
 def test_a_port_is_kept_from_connections_and_free_for_servers() -> None:

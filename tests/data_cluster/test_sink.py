@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import redis
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DataType, IntegerType, LongType, StringType, StructType
 
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import log_keys
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.sink import BatchWriter
+from dynamoth_analytics.cluster.sink import BatchWriter, SinkFailed
 from tests.data_cluster.world import World
 
 
@@ -37,6 +37,10 @@ def run(frame: DataFrame, world: World, checkpoint: Path, mode: str = "append", 
         query.stop()
 
 
+def _schema() -> StructType:
+    return StructType().add("channel", StringType()).add("payload", StringType())
+
+
 def stream(driver: SparkSession, folder: Path) -> DataFrame:
     return driver.readStream.schema("channel string, payload string, n int").json(str(folder))
 
@@ -48,9 +52,73 @@ def put(folder: Path, name: str, *lines: str) -> None:
 
 @pytest.mark.parametrize("option", ["retained", "ttl_s", "term"])
 def test_an_option_that_is_no_number_is_refused(option: str) -> None:
-    schema = StructType().add("channel", "string").add("payload", "string")
     with pytest.raises(ConfigError, match="retained, ttl_s and term are numbers"):
-        BatchWriter({"url": "dynamoth://127.0.0.1:6379", option: "many"}, schema)
+        BatchWriter({"url": "dynamoth://127.0.0.1:6379", option: "many"}, _schema())
+
+
+@pytest.mark.parametrize(
+    ("option", "cure"), [("log", "did you mean logs"), ("TTL", "did you mean ttl_s"), ("zzzz", "known are url, logs,")]
+)
+def test_an_unknown_option_is_refused(option: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=f"the sink has no option '{option}': {cure}"):
+        BatchWriter({"url": "dynamoth://127.0.0.1:6379", option: "x"}, _schema())
+
+
+def test_an_unknown_option_of_a_stream_is_refused(driver: SparkSession, world: World, tmp_path: Path) -> None:
+    put(tmp_path / "in", "1.json", '{"channel":"a","payload":"1"}')
+    with pytest.raises(PySparkException, match="the sink has no option 'orderedby': did you mean ordered_by"):
+        run(stream(driver, tmp_path / "in"), world, tmp_path / "one", orderedBy="n")
+    run(stream(driver, tmp_path / "in"), world, tmp_path / "two", queryName="named", Durable="False")
+    assert log(world, "a") == [b"1"]
+
+
+@pytest.mark.parametrize(
+    ("channel", "cause"),
+    [
+        ("q:abc", "'q:abc' is a reserved name: no user gets"),
+        (b"__dynamoth__:client:announce", "is a reserved name"),
+        ("__keyspace@0__:a", "is a reserved name"),
+        ("", "`channel` of a row is not the name of a channel: a name expected, not ''"),
+        (b"\xff", "`channel` of a row is not the name of a channel"),
+        (None, "column `channel` of a row is null"),
+    ],
+)
+def test_rows_of_channels_that_no_user_may_have_are_refused(world: World, channel: Any, cause: str) -> None:
+    for options in ({}, {"logs": world.logs}):
+        writer = BatchWriter({"url": world.cluster_url, **options}, _schema())
+        with pytest.raises(SinkFailed, match=cause):
+            writer.write(iter([Row(channel=channel, payload="1")]))
+
+
+def test_records_of_a_dataset_are_published_but_have_no_log(world: World) -> None:
+    rows = [Row(channel="d:reports", payload="{}")]
+    BatchWriter({"url": world.cluster_url}, _schema()).write(iter(rows))
+    with pytest.raises(SinkFailed, match="'d:reports' is a reserved name"):
+        BatchWriter({"url": world.cluster_url, "logs": world.logs}, _schema()).write(iter(rows))
+
+
+@pytest.mark.parametrize(
+    ("column", "type_", "cause"),
+    [
+        ("payload", LongType(), r"not bigint: make it one with CAST\(payload AS string\)"),
+        ("payload", StructType().add("n", IntegerType()), r"not struct<n:int>: .* with to_json\(payload\)"),
+        ("channel", LongType(), "not bigint"),
+    ],
+)
+def test_columns_of_other_types_are_refused(column: str, type_: DataType, cause: str) -> None:
+    schema = StructType()
+    for name in ("channel", "payload"):
+        schema.add(name, type_ if name == column else StringType())
+    with pytest.raises(ConfigError, match=f"column '{column}' has to be a string or binary, {cause}"):
+        BatchWriter({"url": "dynamoth://127.0.0.1:6379"}, schema)
+
+
+@pytest.mark.parametrize("column", ["payload", "n"])
+def test_a_row_with_null_is_refused(world: World, column: str) -> None:
+    writer = BatchWriter({"url": world.cluster_url, "ordered_by": "n"}, _schema().add("n", LongType()))
+    values = {"channel": "a", "payload": "1", "n": 1, column: None}
+    with pytest.raises(SinkFailed, match=f"column `{column}` of a row is null"):
+        writer.write(iter([Row(**values)]))
 
 
 def test_a_batch_is_published_on_live_channels(driver: SparkSession, world: World) -> None:

@@ -21,6 +21,7 @@ from dynamoth.data.records import PartitionState, partition_keys
 from dynamoth_analytics.cluster import small_windows
 from dynamoth_analytics.cluster.storage import snapshots
 from dynamoth_analytics.cluster.storage.archive import Archiver
+from dynamoth_analytics.cluster.storage.batches import OtherType
 from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.files import arrow
 from tests.data_cluster.world import World, until
@@ -69,6 +70,18 @@ def test_a_snapshot_has_the_latest_of_each_key_before_and_after_renewals(
     assert offsets(found, dataset) == [expected[1][0], expected[0][0]]
     assert [each.keys for each in found.bases(dataset)] == [2, 1]
     assert [read(driver, found, dataset, offset) for offset, _ in expected] == [sizes for _, sizes in expected]
+
+
+def test_a_base_with_another_type_of_a_field_is_an_error(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path
+) -> None:
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    offset = put(world, dataset, "a", 1)
+    found.renew(driver, dataset, world.servers.states({"reports": 1}))
+    fields = {"id": "string", "type": "string", "size": "float"}
+    changed = world.set_dataset(kind="keyed", key="id", id="", partitions=1, fields=fields, version=2)
+    with pytest.raises(OtherType, match="field 'size' is of type float, and stored records have int there"):
+        read(driver, found, changed, offset)
 
 
 def test_a_base_is_renewed_when_many_records_are_behind_it_or_when_it_is_old(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import StructType
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_keys, partition_name
@@ -74,6 +76,34 @@ def test_a_dataset_that_is_unknown_is_an_error(driver: SparkSession, world: Worl
         ids(driver, world)
 
 
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"failonloss": "false"}, "the source has no option 'failonloss': did you mean fail_on_loss"),
+        ({"Archives": "/"}, "the source has no option 'Archives': did you mean archive"),
+        ({"path": "/x"}, "the source has no option 'path'"),
+        ({"archive": "/no/such/folder"}, "there is no folder '/no/such/folder': it is `archive` below"),
+        ({"fail_on_loss": "no"}, "fail_on_loss is true or false, not 'no'"),
+        ({"durable": "yes"}, "durable is true or false, not 'yes'"),
+        ({"loaded": "last"}, "loaded is the number of a load, not 'last'"),
+        ({"start": "17"}, 'start has offsets as {"offsets": {"reports/0": 17}}, not \'17\''),
+        ({"end": '{"offsets": {"reports/0": "17"}}'}, "end has offsets as"),
+        ({"dataset": ""}, "option `dataset` is missing"),
+    ],
+)
+def test_options_that_are_wrong_are_refused(world: World, options: dict[str, str], cause: str) -> None:
+    source = DynamothSource({"logs": world.logs, "dataset": world.set_dataset().name, **options})
+    with pytest.raises(ConfigError, match=re.escape(cause)):
+        source.reader(StructType())
+
+
+def test_an_unknown_option_of_a_stream_is_refused(driver: SparkSession, world: World) -> None:
+    world.set_dataset()
+    reader = driver.readStream.format("dynamoth").option("logs", world.logs).option("dataset", "reports")
+    with pytest.raises(PySparkException, match="the source has no option 'star': did you mean start"):
+        reader.option("Star", "{}").load()
+
+
 def test_a_start_above_the_end_is_an_error(world: World) -> None:
     dataset = world.set_dataset()
     world.append(dataset, *reports("a", "1", "2"))
@@ -122,6 +152,7 @@ def test_a_stream_from_what_is_retained_begins_with_the_oldest_file_that_is_left
 ) -> None:
     dataset = world.set_dataset()
     archive = tmp_path / "archive"
+    archive.mkdir()
     assert ids(driver, world, **{"from": "retained"}) == []
     for records in ("12", "34", "56"):
         world.append(dataset, *reports("a", *records))

@@ -73,7 +73,7 @@ class World:
         self._turn = 0
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)  # as the process does
+        (self.folder / "archive").mkdir(parents=True, exist_ok=True)  # as the process does
         redis = self.redis = [self._stack.enter_context(EmbeddedRedis()) for _ in range(3)]
         self.logs = " ".join(f"l{number}=redis://127.0.0.1:{each.port}" for number, each in enumerate(redis[:2], 1))
         self.servers: LogServers = read_servers(self.logs)

@@ -34,6 +34,7 @@ from dynamoth_analytics.cluster.query_runner import QueryRunner
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
 from dynamoth_analytics.cluster.small_windows import SmallWindows
 from dynamoth_analytics.cluster.storage.archive import Archiver
+from dynamoth_analytics.cluster.storage.durable_files import make_folder
 from dynamoth_analytics.cluster.storage.retention import Needs, needs_of, unneeded
 from dynamoth_analytics.cluster.storage.snapshots import KeyedSnapshots
 from dynamoth_analytics.errors import SparkFailed
@@ -209,6 +210,7 @@ class ClusterRunner:
         """
         check_identity(self._servers, self._folder)
         term = self.archiver.term = self._servers.take_term(self._owner)
+        make_folder(self._folder / "archive")  # the source refuses one that does not exist
         options = {**self._servers.options(), "archive": str(self._folder / "archive")}
         snapshots = KeyedSnapshots(self._folder / "snapshots", options)
         for kind in ("interests", "windows"):

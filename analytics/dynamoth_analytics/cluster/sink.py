@@ -2,7 +2,8 @@
 
 >>> df.select("channel", "payload").writeStream.format("dynamoth").option("url", "dynamoth://10.0.0.3:6379")
 
-Rows have the columns ``channel`` and ``payload``, each a string or bytes. Options:
+Rows have the columns ``channel`` and ``payload``, each a string or bytes, and never null. A channel is one that users
+may subscribe to, or without ``logs`` also that of a dataset (``d:NAME``). Other options than these are refused:
 
 ===============  ==================================================================================================
 ``url``          of the Dynamoth cluster
@@ -15,6 +16,7 @@ Rows have the columns ``channel`` and ``payload``, each a string or bytes. Optio
 ``retained``     how many publications a log keeps, at least (default 10000)
 ``ttl_s``        how long a log lives after its last reader or writer (default 7 days)
 ``term``         of the writer: a log refuses one with a smaller term than before (default 0)
+``ssl_...``      for ``rediss://`` log servers: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``, ``ssl_cert_reqs``
 ===============  ==================================================================================================
 
 What it promises
@@ -46,17 +48,25 @@ from typing import Any
 from pyspark import TaskContext
 from pyspark.sql import Row
 from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BinaryType, StringType, StructType
 
+from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import LogOptions, append_command, log_server, parse_appended
 from dynamoth.edge.publications import LoggedPublication, pack_publication
-from dynamoth.errors import ConfigError, DynamothError
+from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
+from dynamoth_analytics.cluster.options import check_names, read_flag
 from dynamoth_analytics.cluster.publishing import ResultPublisher, publish_messages
-from dynamoth_analytics.cluster.servers import LogServers, read_servers
+from dynamoth_analytics.cluster.servers import TLS_OPTIONS, LogServers, read_servers
 
 BATCH_ID_PROPERTY = "streaming.sql.batchId"
 """The property of a task with the number of its batch."""
+
+OPTIONS = ("url", "logs", "durable", "ordered_by", "retained", "ttl_s", "term", *TLS_OPTIONS)
+"""All options of the sink."""
+
+_SPARKS_OWN = ("checkpointlocation", "queryname")
+"""Options of each stream, which Spark reads and passes on to its sink."""
 
 INLINE_BYTES_MAX = 64 * 1024
 """A longer payload is not published with its notice: brokers read it from the log."""
@@ -91,9 +101,9 @@ class _Sink:
     def write(self, rows: Iterable[Row], execution: int | None) -> _Published:
         """Publish the rows of a task. ``execution`` is None where a batch has no number."""
         values = list(rows)
-        if self.ordered_by is not None:
-            values.sort(key=lambda row: row[self.ordered_by])
-        messages = [(_text(row["channel"]), _bytes(row["payload"])) for row in values]
+        if (column := self.ordered_by) is not None:
+            values.sort(key=lambda row: _value(row, column))
+        messages = [(self._channel(row), _bytes(_value(row, "payload"))) for row in values]
         if self.servers is None:
             self._publish([(channel.encode(), payload) for channel, payload in messages], is_needed=True)
         elif execution is None or self.ordered_by is not None:
@@ -101,6 +111,20 @@ class _Sink:
         else:
             return self._append_once(self.servers, messages, execution)
         return _Published(frozenset())
+
+    def _channel(self, row: Row) -> str:
+        """Return the channel of a row. Raises SinkFailed where no user may subscribe to it."""
+        value = _value(row, "channel")
+        try:
+            interest = channel_interest(value if isinstance(value, str) else bytes(value).decode())
+        except (UnicodeDecodeError, MalformedMessage) as error:
+            raise SinkFailed(f"column `channel` of a row is not the name of a channel: {error}") from error
+        is_record = self.servers is None and interest.name.startswith(DATASET_PREFIX)
+        if interest.is_reserved and not is_record:
+            raise SinkFailed(
+                f"channel {interest.name!r} is a reserved name: no user gets what is published there: use another one"
+            )
+        return interest.name
 
     def _append_once(self, servers: LogServers, messages: list[tuple[str, bytes]], execution: int) -> _Published:
         channels = frozenset(channel for channel, _ in messages)
@@ -154,8 +178,12 @@ def _overtaken(channel: str, batch: int) -> SinkFailed:
     )
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else bytes(value).decode()
+def _value(row: Row, column: str) -> Any:
+    """Return a value that is never null. Raises SinkFailed."""
+    value = row[column]
+    if value is None:
+        raise SinkFailed(f"column `{column}` of a row is null: leave such rows out, or give it a value with coalesce()")
+    return value
 
 
 def _bytes(value: Any) -> bytes:
@@ -163,14 +191,22 @@ def _bytes(value: Any) -> bytes:
 
 
 def _sink(options: Mapping[str, str], schema: StructType) -> _Sink:
-    """Read the options. Raises ConfigError."""
+    """Read the options, and check the columns. Raises ConfigError."""
+    check_names(options, (*OPTIONS, *_SPARKS_OWN), "sink")
     ordered_by = options.get("ordered_by")
     for column in ("channel", "payload", *([ordered_by] if ordered_by else [])):
         if column not in schema.names:
             raise ConfigError(f"rows to be published need a column {column!r}; these have {', '.join(schema.names)}")
+    for column in ("channel", "payload"):
+        type_ = schema[column].dataType
+        if not isinstance(type_, StringType | BinaryType):
+            raise ConfigError(
+                f"column {column!r} has to be a string or binary, not {type_.simpleString()}: make it one with"
+                f" CAST({column} AS string), or of a struct, an array or a map with to_json({column})"
+            )
     if not (url := options.get("url")):
         raise ConfigError("option `url` is missing: that of the Dynamoth cluster, as dynamoth://HOST:PORT")
-    is_durable, logs = options.get("durable") == "true", options.get("logs")
+    is_durable, logs = read_flag(options, "durable", default=False), options.get("logs")
     default = LogOptions()
     try:
         retained_min = int(options.get("retained", default.retained_min))

@@ -8,14 +8,16 @@
 ...     .load()
 ... )
 
-Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arrived``. Options:
+Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arrived``. Other options than these are
+refused:
 
 ==================  ===============================================================================================
 ``logs``            the log servers, ``ID=URL`` separated by spaces: those of the brokers
 ``ssl_...``         of log servers with ``rediss://``: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``,
                     ``ssl_cert_reqs``, as redis-py has them
 ``dataset``         its name
-``archive``         the folder of the data cluster's archive, for records that are no longer at Redis
+``durable``         ``true``: the log servers lose nothing when they restart
+``archive``         the folder of the data cluster's archive, for records that are no longer at Redis; it has to exist
 ``fail_on_loss``    ``false``: records that are neither at Redis nor in the archive are left out; else an error
 ``from``            ``begin`` (default): from the first record on; ``retained``: from the oldest one that is still
                     kept; of a stream also ``now``: what is stored from now on
@@ -24,6 +26,7 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
                     after the next load it is only there
 ``start``, ``end``  offsets as JSON: the range of a batch; ``start`` also where a stream begins. Each is the offset of a
                     record (ends of windows are), or 0
+``ssl_...``         for ``rediss://`` servers: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``, ``ssl_cert_reqs``
 ==================  ===============================================================================================
 """
 
@@ -31,7 +34,6 @@ Rows have the fields of the dataset, and ``_partition``, ``_offset`` and ``_arri
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +53,8 @@ from pyspark.sql.types import StructType
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_name, partition_names
 from dynamoth.errors import ConfigError
-from dynamoth_analytics.cluster.servers import LogServers, read_servers
+from dynamoth_analytics.cluster.options import check_names, read_flag, read_offsets
+from dynamoth_analytics.cluster.servers import TLS_OPTIONS, LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
 from dynamoth_analytics.cluster.storage.batches import record_schema
 from dynamoth_analytics.cluster.storage.loads import LoadCopies, load_lost, load_offsets, read_copy
@@ -59,6 +62,11 @@ from dynamoth_analytics.cluster.storage.reading import oldest, read_range
 from dynamoth_analytics.cluster.windows import ends_of
 
 _BEGINS = ("begin", "retained", "now")
+
+OPTIONS = (
+    "logs", "dataset", "durable", "archive", "fail_on_loss", "from", "loaded", "loads", "start", "end", *TLS_OPTIONS,
+)  # fmt: skip
+"""All options of the source."""
 
 
 @dataclass
@@ -126,18 +134,26 @@ class DynamothSource(DataSource):
         return "dynamoth"
 
     def _place(self) -> _Place:
-        durable = self.options.get("durable") == "true"
+        check_names(self.options, OPTIONS, "source")
+        durable = read_flag(self.options, "durable", default=False)
+        fail_on_loss = read_flag(self.options, "fail_on_loss", default=True)
         servers = read_servers(self.options.get("logs", ""), durable=durable, options=self.options)
-        name = self.options.get("dataset", "")
+        if not (name := self.options.get("dataset")):
+            raise ConfigError("option `dataset` is missing: `dynamoth dataset list` shows the names")
         dataset = servers.catalog().dataset(name)
         if dataset is None:
             raise ConfigError(f"there is no dataset {name!r}: `dynamoth dataset list` shows those that there are")
         if (loaded := self.options.get("loaded")) is not None:
+            if not loaded.isdecimal():
+                raise ConfigError(f"option loaded is the number of a load, not {loaded!r}")
             dataset = replace(dataset, loaded=int(loaded))
         if (begin := self.options.get("from", "begin")) not in _BEGINS:
             raise ConfigError(f"option from is one of {', '.join(_BEGINS)}, not {begin!r}")
         archive = self.options.get("archive")
-        fail_on_loss = self.options.get("fail_on_loss", "true") != "false"
+        if archive and not Path(archive).is_dir():
+            raise ConfigError(
+                f"option archive: there is no folder {archive!r}: it is `archive` below `data_cluster.folder`"
+            )
         return _Place(servers, dataset, Path(archive) if archive else None, fail_on_loss)
 
     def schema(self) -> StructType:
@@ -146,17 +162,16 @@ class DynamothSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a range."""
-        start, end = self.options.get("start"), self.options.get("end")
         place = self._place()
+        start, end = read_offsets(self.options, "start"), read_offsets(self.options, "end")
         if place.dataset.kind == "static":
             loads = self.options.get("loads")
             return _LoadReader(place, Path(loads) if loads else None)
         if not start and self.options.get("from") == "retained":
-            start = json.dumps({"offsets": place.retained()})
-        until = (
-            json.loads(end)["offsets"] if end else place.servers.tips({place.dataset.stream: place.dataset.partitions})
-        )
-        return _Reader(place, json.loads(start)["offsets"] if start else {}, until)
+            start = place.retained()
+        if end is None:
+            end = place.servers.tips({place.dataset.stream: place.dataset.partitions})
+        return _Reader(place, start or {}, end)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return the reader of a stream."""
@@ -213,12 +228,12 @@ class _StreamReader(DataSourceStreamReader):
     def __init__(self, place: _Place, options: Mapping[str, str]) -> None:
         self._place = place
         self._begin = options.get("from", "begin")
-        self._start = options.get("start")
+        self._start = read_offsets(options, "start")
         self._counts = {place.dataset.stream: place.dataset.partitions}
 
     def initialOffset(self) -> dict[str, Any]:
-        if self._start:
-            return dict(json.loads(self._start))
+        if self._start is not None:
+            return {"offsets": self._start}
         if self._begin == "now":
             return {"offsets": self._place.servers.tips(self._counts)}
         if self._begin == "retained":

@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.errors import MalformedMessage
 from dynamoth_broker.process.accept import Acceptor
 from dynamoth_broker.process.compressed import CODINGS, TooLarge, coding_of, unpacked
@@ -32,7 +33,7 @@ from dynamoth_broker.process.posting import records_answer, split_records
 from dynamoth_broker.process.sse_connection import SseConnection
 from dynamoth_broker.process.tokens import TokenRefused
 from dynamoth_broker.process.transport import EventId, Listener, TransportOptions, UserConnection
-from dynamoth_broker.publishing import NOT_ALLOWED
+from dynamoth_broker.publishing import not_allowed
 
 PARSED_BYTES_MAX = 2 * HEADER_BYTES_MAX
 """Bound of the first line and of each header as parsed: what is longer than ``HEADER_BYTES_MAX`` gets an answer."""
@@ -255,9 +256,10 @@ class SseServer:
         """
         headers = self._cors(request)
         try:
-            store = post_records(_bearer(request), request.match_info["dataset"])
+            dataset = request.match_info["dataset"]
+            store = post_records(_bearer(request), dataset)
             if store is None:
-                return _refusal(HTTPStatus.FORBIDDEN, NOT_ALLOWED, headers)
+                return _refusal(HTTPStatus.FORBIDDEN, not_allowed(DATASET_PREFIX + dataset), headers)
             records = split_records(await self._read(request, headers))
         except MalformedMessage as error:
             return _refusal(HTTPStatus.BAD_REQUEST, str(error), headers)

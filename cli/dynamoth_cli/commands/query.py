@@ -61,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     every["try"].add_argument("--sample", action="append", default=[], metavar="DATASET=FILE", help=sample)
     params = "parameters of an interest, as JSON; once for each interest"
     every["try"].add_argument("--params", action="append", default=[], metavar="JSON", help=params)
+    unused = "accepted as with the other commands, and not read: a query is tried without any server"
+    every["try"].add_argument("--config", metavar="FILE", help=unused)
     for name, each in every.items():
         each.add_argument("--json", action="store_true", help="print JSON")
         if name != "try":
@@ -136,7 +138,7 @@ async def _waiting(links: DataLinks, dataset: Dataset | None, query: StandingQue
 def _described(state: _State) -> str:
     status = state.status
     if status is None:
-        return f"not executed yet: {_IS_IT_RUNNING}"
+        return "no data cluster has begun to execute it: `dynamoth data-cluster` is still starting, or does not run"
     if status.state != "running":
         return f"{status.state} for {ago(status.since_ms)}: {status.reason}" if status.reason else status.state
     hint = f"; {state.waiting} records wait: {_IS_IT_RUNNING}" if state.waiting else ""

@@ -44,6 +44,11 @@ QUIET_S = 7.0
 
 ARRIVAL_TIMEOUT_S = 60.0
 
+INTERRUPTED = (
+    "interrupted: ending users, reporters and page, the data cluster, the coordinator, brokers and Redis servers; this"
+    " takes up to a minute"
+)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
@@ -82,6 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
                     folder.mkdir(parents=True)
                 try:
                     return _Demo(arguments, stack, folder).run()
+                except KeyboardInterrupt:
+                    say(INTERRUPTED)
+                    raise
                 except TooSlow as error:
                     log = str(folder / "logs" / "data-cluster.log") if arguments.keep else None
                     raise TooSlow(f"{error}; {advice(log)}") from error
@@ -156,7 +164,9 @@ class _Demo:
 
     def run(self) -> int:
         """Play it, and judge."""
-        say("starting servers, brokers and Spark")
+        standing = len(self._queries) - 1
+        say(f"starting servers, brokers and Spark; {standing} standing queries, and {HURRIED_QUERY}:")
+        say(f"one of the {standing} once more, with a period that is shorter than its executions")
         self._servers.start(self._definitions, self._shelters)
         self._start_page()
         reporters = self._start_application()
@@ -217,7 +227,10 @@ class _Demo:
         where: Counter[str] = Counter()
         for each in self._citizens:
             where.update(each.stats.get("where", {}))
-        places = ", ".join(f"{broker or 'nowhere'} {where[broker]}" for broker in sorted(where))
+        # Those that are at no broker are away for a while, as their plan says, or connect again.
+        places = ", ".join(
+            f"{broker or 'away'} {where[broker]}" for broker in sorted(where, key=lambda id_: (not id_, id_))
+        )
         done = f"delivered {self._sum('delivered'):,}; moved {self._sum('moved')}; gaps {self._sum('gaps')}"
         say(f"{time.monotonic() - self._begin_s:5.0f} s  users: {places}; {done}")
 

@@ -2,9 +2,9 @@
 
 Spark has two ways. With ANSI mode, ``a / 0`` and an overflow fail the whole execution, so all users wait. Without it,
 which is what sessions here have, most of that is NULL, but sums and products of integers wrap, and casts of numbers
-that are too large give others. So what wraps or fails is replaced by Spark's functions that give NULL then:
-``try_add``, ``try_cast`` ... Where there is none, the argument that can be wrong has to be a literal (``LITERALS``),
-which the operator who registers the query can check.
+that are too large give others, as do ``floor``, ``abs``, ``round`` and arguments of 32 bits. So what wraps or fails is
+replaced by Spark's functions that give NULL then: ``try_add``, ``try_cast`` ... Where there is none, the argument that
+can be wrong has to be a literal (``LITERALS``), which the operator who registers the query can check.
 """
 
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import sqlglot
 from sqlglot import exp
 
 from dynamoth.data.queries import StandingQuery
+from dynamoth_analytics.cluster.sql.dialect import StandingSql
 from dynamoth_analytics.cluster.sql.near import is_near
 from dynamoth_analytics.cluster.sql.statement import refusal
 
@@ -32,6 +34,19 @@ TRIED = {
 
 CASTS = {"tinyint", "smallint", "int", "bigint"}
 """Functions that cast, and wrap."""
+
+LEAST, MOST = -(2**63), 2**63
+"""Integers are from the first to below the second. A record never has the first one, which has no opposite."""
+
+TIME_MIN, TIME_MAX = "0001-01-01 00:00:00+00:00", "9999-12-31 23:59:59.999999+00:00"
+"""A cast to a time gives Spark's first or last one for a number that is too large."""
+
+INTS = {
+    "date_from_unix_date": (0,), "make_date": (0, 1, 2), "make_timestamp": (0, 1, 2, 3, 4), "left": (1,), "right": (1,),
+    "get": (1,), "substring_index": (2,), "locate": (2,), "shiftleft": (1,), "shiftright": (1,), "levenshtein": (2,),
+    "shiftrightunsigned": (1,),
+}  # fmt: skip
+"""By function, the arguments of 32 bits: Spark wraps larger ones without a word."""
 
 SECONDS_OF_TIME = -62_135_596_800, 253_402_300_799
 """Unix seconds of the years 1 to 9999: more of them wrap, or fail."""
@@ -106,6 +121,14 @@ def _replace(node: Any) -> None:
         node.replace(_call("try_multiply", node.this, exp.Literal.number(-1)))
     elif isinstance(node, exp.TryCast):  # which is what sqlglot takes a CAST of Spark's for
         node.set("safe", True)
+        if node.to.is_type("timestamp", "timestamptz", "timestampltz"):
+            _keep_if(node, exp.Between(this=node.copy(), low=_time(TIME_MIN), high=_time(TIME_MAX)))
+    elif isinstance(node, exp.IntDiv):
+        node.replace(_call("nullif", node.copy(), _number(LEAST)))
+    elif isinstance(node, exp.Substring):
+        for name in ("start", "length"):
+            if (argument := node.args.get(name)) is not None:
+                _cast_to_int(argument)
     elif isinstance(node, exp.Like | exp.ILike):
         for pattern in _patterns(node):
             if not _is_literal(pattern):
@@ -117,6 +140,22 @@ def _replace(node: Any) -> None:
 def _replace_call(node: Any, name: str, arguments: list[Any]) -> None:
     if name in CASTS:
         node.replace(exp.TryCast(this=arguments[0], to=exp.DataType.build(name, dialect="spark"), safe=True))
+    elif name in ("timestamp", "to_timestamp", "try_to_timestamp", "to_timestamp_ltz") and len(arguments) == 1:
+        _keep_if(node, exp.Between(this=node.copy(), low=_time(TIME_MIN), high=_time(TIME_MAX)))
+    elif name == "negative":
+        node.replace(_call("try_multiply", arguments[0], _number(-1)))
+    elif name == "abs":  # that of the least integer of each size is itself
+        opposite = _call("try_multiply", node.copy(), _call("tinyint", _number(-1)))
+        node.replace(_call("if", exp.Is(this=opposite, expression=exp.Null()), exp.Null(), node.copy()))
+    elif name in ("floor", "ceil", "ceiling") and len(arguments) == 1:
+        _give_null_for_large(node, arguments[0])
+    elif name in ("round", "bround") and len(arguments) == 2:  # before the point, what is too large changes its sign
+        signs = exp.Mul(this=_call("sign", node.copy()), expression=_call("sign", arguments[0].copy()))
+        _keep_if(node, exp.GTE(this=signs, expression=_number(0)))
+    elif name in INTS:
+        for number in INTS[name]:
+            if number < len(arguments):
+                _cast_to_int(arguments[number])
     elif name == "unbase64":
         node.replace(_call("try_to_binary", *arguments, _text("base64")))
     elif name == "decode" and len(arguments) == 2:
@@ -131,6 +170,36 @@ def _replace_call(node: Any, name: str, arguments: list[Any]) -> None:
         node.replace(_call("if", has_none, exp.Null(), node.copy()))
     else:
         node.set("this", TRIED.get(name, node.this))
+
+
+def _keep_if(node: Any, condition: Any) -> None:
+    """Replace a value by NULL where a condition does not hold."""
+    node.replace(_call("if", condition, node.copy(), exp.Null()))
+
+
+def _give_null_for_large(node: Any, argument: Any) -> None:
+    """Give NULL where the whole part of a float, which becomes an integer, is none of 64 bits. NaN is a large one."""
+    floats = ", ".join(f"'{each}'" for each in ("double", "float", "string"))
+    is_float: Any = sqlglot.parse_one(f"typeof(x) IN ({floats})", dialect=StandingSql)
+    is_float.this.set("expressions", [argument.copy()])
+    low = exp.GTE(this=exp.paren(argument.copy()), expression=_number(f"{float(LEAST)!r}D"))
+    high = exp.LT(this=exp.paren(argument.copy()), expression=_number(f"{float(MOST)!r}D"))
+    is_large = exp.not_(exp.and_(low, high))
+    node.replace(_call("if", exp.and_(is_float, is_large), exp.Null(), node.copy()))
+
+
+def _cast_to_int(argument: Any) -> None:
+    if not _is_literal(argument):
+        to = exp.DataType.build("int", dialect="spark")
+        argument.replace(exp.TryCast(this=argument.copy(), to=to, safe=True))
+
+
+def _time(text: str) -> Any:
+    return exp.Cast(this=_text(text), to=exp.DataType.build("timestamp", dialect="spark"))
+
+
+def _number(value: object) -> Any:
+    return exp.Literal.number(str(value))
 
 
 def _patterns(like: Any) -> list[Any]:

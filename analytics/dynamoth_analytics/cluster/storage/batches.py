@@ -1,18 +1,20 @@
 """Records as Arrow batches, for the archive and for Spark."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pyarrow import json as arrow_json  # pyright: ignore[reportMissingTypeStubs]
 
-from dynamoth.data.datasets import Dataset, FieldType
+from dynamoth.data.datasets import Dataset, Field, FieldType
 from dynamoth.data.records import Record
+from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.storage.durable_files import replacing
 from dynamoth_analytics.files import arrow, parquet
 
@@ -33,6 +35,26 @@ ROW_GROUP_RECORDS = 50_000
 """Most bytes in memory, and records, of a row group that is made of smaller ones or of pages. Readers hold one."""
 
 
+_JSON_TYPES: dict[type, FieldType] = {str: "string", int: "int", float: "float", bool: "bool"}
+
+
+class OtherType(DynamothError):
+    """Raised when stored records have a field of another type than their dataset.
+
+    A dataset that was dropped was registered again with another type.
+    """
+
+    code = "other-type"
+
+    def __init__(self, dataset: Dataset, field: Field, stored: str) -> None:
+        """Name cause and cure; ``stored`` is the type that the records have."""
+        cure = "load it again" if dataset.kind == "static" else "drop it, and register it with the type of the records"
+        super().__init__(
+            f"dataset {dataset.name}: field {field.name!r} is of type {field.type}, and stored records have {stored}"
+            f" there: {cure}, or use a new name"
+        )
+
+
 def record_schema(dataset: Dataset) -> Any:
     """Return the Arrow schema of a dataset's records, with their partition, offset and time of arrival."""
     fields = [arrow.field(field.name, ARROW_TYPES[field.type]) for field in dataset.fields]
@@ -43,15 +65,19 @@ def record_schema(dataset: Dataset) -> Any:
 
 
 def to_batch(dataset: Dataset, partition: int, records: Sequence[Record]) -> Any:
-    """Return records as an Arrow batch of ``record_schema``."""
+    """Return records as an Arrow batch of ``record_schema``. Raises OtherType, and ArrowInvalid for what is no JSON."""
     schema = record_schema(dataset)
     stored = arrow.schema([arrow.field(field.name, _STORED_TYPES[field.type]) for field in dataset.fields])
     lines = b"\n".join(record.value for record in records)
-    table = arrow_json.read_json(
-        io.BytesIO(lines),
-        read_options=arrow_json.ReadOptions(use_threads=False, block_size=max(len(lines) + 1, 1024)),
-        parse_options=arrow_json.ParseOptions(explicit_schema=stored, unexpected_field_behavior="ignore"),
-    ).combine_chunks()
+    try:
+        table = arrow_json.read_json(
+            io.BytesIO(lines),
+            read_options=arrow_json.ReadOptions(use_threads=False, block_size=max(len(lines) + 1, 1024)),
+            parse_options=arrow_json.ParseOptions(explicit_schema=stored, unexpected_field_behavior="ignore"),
+        ).combine_chunks()
+    except arrow.ArrowInvalid:
+        _check_values(dataset, records)
+        raise
     columns = [
         table.column(field.name).combine_chunks().cast(ARROW_TYPES[field.type], safe=False) for field in dataset.fields
     ]
@@ -63,6 +89,35 @@ def to_batch(dataset: Dataset, partition: int, records: Sequence[Record]) -> Any
     return arrow.RecordBatch.from_arrays(columns, schema=schema)
 
 
+def _check_values(dataset: Dataset, records: Sequence[Record]) -> None:
+    """Raise OtherType for the first value of another type than that of its field; pass over what is no JSON."""
+    for record in records:
+        try:
+            values: dict[str, Any] = json.loads(record.value)
+        except ValueError:
+            continue
+        for field in dataset.fields:
+            found = _JSON_TYPES.get(type(values.get(field.name)))
+            expected = "int" if field.type == "timestamp" else field.type
+            if found is not None and found != expected and (found, expected) != ("int", "float"):
+                raise OtherType(dataset, field, found)
+
+
+def check_types(dataset: Dataset, schema: Any) -> None:
+    """Raise OtherType where a file with this schema has a field of another type than its dataset.
+
+    Values are never cast: a number could become a time, or a text that is no number nothing at all.
+    """
+    for field in dataset.fields:
+        if field.name not in schema.names:
+            continue
+        found, expected = schema.field(field.name).type, ARROW_TYPES[field.type]
+        are_times = arrow.types.is_timestamp(found) and field.type == "timestamp"  # Spark writes them with another unit
+        if found != expected and not are_times:
+            stored = next((name for name, type_ in ARROW_TYPES.items() if type_ == found), str(found))
+            raise OtherType(dataset, field, "timestamp" if arrow.types.is_timestamp(found) else stored)
+
+
 def read_file(file: Any, dataset: Dataset, after: int, until: int) -> Iterator[Any]:
     """Yield the records of an open Parquet file behind ``after`` and up to ``until``, one row group at a time."""
     for table in row_groups(file, after, until):
@@ -70,8 +125,12 @@ def read_file(file: Any, dataset: Dataset, after: int, until: int) -> Iterator[A
 
 
 def with_columns_of(dataset: Dataset, table: Any) -> Any:
-    """Return records of a file with the columns of their dataset: a field that is newer than the file has no values."""
+    """Return records of a file with the columns of their dataset: a field that is newer than the file has no values.
+
+    Raises OtherType.
+    """
     schema = record_schema(dataset)
+    check_types(dataset, table.schema)
     for missing in set(schema.names) - set(table.schema.names):
         table = table.append_column(missing, arrow.nulls(len(table), schema.field(missing).type))
     return table.select(schema.names).cast(schema)

@@ -29,7 +29,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import PartitionState, partition_names
-from dynamoth_analytics.cluster.storage.batches import ARRIVED, OFFSET, PARTITION, record_schema
+from dynamoth_analytics.cluster.storage.batches import ARRIVED, OFFSET, PARTITION, check_types, record_schema
 from dynamoth_analytics.cluster.storage.durable_files import make_folder, sync, write_text
 from dynamoth_analytics.files import parquet
 
@@ -92,6 +92,9 @@ class KeyedSnapshots:
         self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
     ) -> DataFrame:
         base = self.base_of(dataset, offsets)
+        if base is not None:
+            for file in [*(base.folder / "rows").glob("*.parquet")][:1]:
+                check_types(dataset, parquet.read_schema(file))
         if base is not None and base.is_of(own_offsets(dataset, offsets)):
             schema = from_arrow_schema(record_schema(dataset))  # a field may be newer than the base
             found: DataFrame = spark.read.schema(schema).parquet(str(base.folder / "rows"))
