@@ -5,7 +5,7 @@ U and V are users, R reports records by way of the last broker. See ``edge.scena
 
 from __future__ import annotations
 
-from dynamoth.data.records import parse_tip, partition_name, tip_command
+from dynamoth.data.records import parse_state, partition_name, state_command
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.terms import CLAIM_SCRIPT
 from dynamoth.edge.interests import Interest, query_interest
@@ -217,7 +217,7 @@ def durable_server_is_restored(stage: DataStage) -> None:
     user, audit = stage.query_user("U", interest), stage.data.data_audit
 
     def tip() -> int:
-        return parse_tip(stage.data.execute(server, tip_command(name)))[0]
+        return parse_state(stage.data.execute(server, state_command(name))).offset
 
     def report_up_to(offset: int, what: Interest) -> None:
         while tip() < offset:
