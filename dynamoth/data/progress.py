@@ -61,6 +61,9 @@ class WindowEnd(TypedDict):
     sealed_ms: NotRequired[int]
     #: The number of the load of each static dataset.
     static: NotRequired[Mapping[str, int]]
+    #: Partitions whose servers had lost what was read already when an operator had the query go on: they may be behind
+    #: their offset here, up to which the archive has records that were executed.
+    given_up: NotRequired[list[str]]
 
 
 @dataclass(frozen=True, slots=True)

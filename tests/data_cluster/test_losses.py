@@ -14,6 +14,7 @@ from dynamoth.data.records import partition_keys, partition_name
 from dynamoth_analytics.cluster import query_runner
 from dynamoth_analytics.cluster.query_runner import QueryRunner
 from dynamoth_analytics.cluster.sql import nulls
+from dynamoth_analytics.cluster.storage.archive import Archiver
 from dynamoth_analytics.cluster.storage.reading import RecordsLost
 from tests.data_cluster.world import STATIC, World, reports, until
 
@@ -108,6 +109,28 @@ def test_a_query_that_reads_a_keyed_dataset_goes_on_behind_a_loss_when_it_is_res
     finally:
         runner.stop(10.0)
     assert world.rows(interest) == [*first, [{"id": "b", "size": 3}]]
+
+
+def test_a_query_that_goes_on_behind_a_loss_does_not_execute_the_archive_again(
+    world: World, run: Callable[..., QueryRunner]
+) -> None:
+    """Also where the server has nothing yet when the query is restarted, and offsets begin again."""
+    dataset = world.set_dataset(partitions=2)
+    interest = world.register("of_type", {"type": "fire"})
+    runner = run(dataset)
+    try:
+        world.append(dataset, *reports("fire", "a", "b"))
+        until(lambda: sorted(world.ids(interest)) == ["a", "b"], runner)
+        assert Archiver(world.servers, world.folder / "archive").archive(world.servers.catalog()) == 2
+        forget(world, dataset)
+        runner.restart()
+        world.append(dataset, *reports("fire", "c"), partition=1)
+        until(lambda: "c" in world.ids(interest), runner)
+        world.append(dataset, *reports("fire", "d", "e"))
+        until(lambda: {"d", "e"} <= {*world.ids(interest)}, runner)
+    finally:
+        runner.stop(10.0)
+    assert sorted(world.ids(interest)) == ["a", "b", "c", "d", "e"]
 
 
 def test_a_durable_server_that_is_restored_is_noticed_with_the_next_window(driver: SparkSession, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from dynamoth.data.catalog import Catalog
 from dynamoth.data.datasets import Dataset
@@ -71,14 +72,21 @@ class Windows:
         if tick_ms <= start["tick_ms"]:
             return None
         before = start["offsets"]
-        ends = ends_of(self._servers.states(self._counts), before)
+        states, given_up = self._servers.states(self._counts), start.get("given_up", [])
+        ends = ends_of({name: each for name, each in states.items() if name not in given_up}, before)
+        ends |= {name: max(before[name], states[name].offset) for name in given_up if name in states}
         if not any(name.startswith(self._own) and end > before.get(name, 0) for name, end in ends.items()):
             return None
         # A partition that an operator has taken away goes on where it was if it comes back.
         away = {name: last for name, last in before.items() if name.rpartition("/")[0] in self._counts}
         catalog = self._servers.catalog() if self._static else Catalog()
         loaded = {name: catalog.datasets[name].loaded for name in self._static if name in catalog.datasets}
-        return {"tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": away | ends, "static": loaded}
+        end: WindowEnd = {
+            "tick_ms": tick_ms, "sealed_ms": self._servers.now_ms(), "offsets": away | ends, "static": loaded
+        }  # fmt: skip
+        if still := [name for name in given_up if name in states and states[name].offset < before[name]]:
+            end["given_up"] = still
+        return end
 
     def has_waiting(self, start: WindowEnd) -> bool:
         """Return whether a tick has ended a window behind ``start`` that has records. Raises LogServerFailed."""
@@ -87,9 +95,20 @@ class Windows:
         before = start["offsets"]
         return any(tip > before.get(name, 0) for name, tip in self._servers.tips(self._own_counts).items())
 
-    def now(self) -> WindowEnd:
-        """Return a beginning behind all records that there are. Raises LogServerFailed."""
-        return {"tick_ms": 0, "offsets": self._servers.tips(self._counts)}
+    def now(self, read: Mapping[str, int] = MappingProxyType({})) -> WindowEnd:
+        """Return a beginning behind all records that there are. Raises LogServerFailed.
+
+        ``read``: up to where partitions were read. A server that has lost that may be behind it, and even begin again:
+        a beginning there would have the query read the archive again.
+        """
+        tips = self._servers.tips(self._counts)
+        behind = {
+            name: last for name, last in read.items() if name.startswith(self._own) and tips.get(name, last) < last
+        }
+        end: WindowEnd = {"tick_ms": 0, "offsets": tips | behind}
+        if behind:
+            end["given_up"] = sorted(behind)
+        return end
 
 
 def ends_of(
