@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
 from typing import Protocol, cast
 
 from dynamoth_cli.arguments import CommandParser
@@ -123,6 +122,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return EXIT_DONE if arguments else EXIT_REFUSED
     name = arguments[0]
     if name in ("-V", "--version"):
+        from importlib.metadata import version
+
         sys.stdout.write(f"dynamoth {version('dynamoth')}\n")
         return EXIT_DONE
     if name not in COMMANDS:
