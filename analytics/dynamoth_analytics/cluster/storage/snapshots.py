@@ -2,8 +2,8 @@
 
 A *base* is a folder of Parquet files with the latest records up to some offsets. A snapshot is a base and the records
 behind it. So it is the same whenever it is computed, and its cost depends on the number of keys, not on the length of
-the history. A new base is written when many records are behind the newest one, in proportion to its keys. It appears as a
-whole or not at all: a former data cluster that goes on with the same folder changes none.
+the history. A new base is written when many records are behind the newest one, in proportion to its keys. It appears as
+a whole or not at all: a former data cluster that goes on with the same folder changes none.
 
 The latest record of a key is the last one of its partition, by offset. A key has records in several partitions after an
 operator has changed their number: then the latest of those counts that were the last ones of their partitions, by the
