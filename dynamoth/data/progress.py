@@ -22,6 +22,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, NotRequired, TypedDict
 
 from dynamoth.data.records import DATA_PREFIX
@@ -81,7 +82,8 @@ class Progress:
     execution: int
     window: Window
     is_done: bool
-    #: Whether the query was dropped, and its users got the last publication. This has a number as an execution has.
+    #: Whether the query was dropped. The last publication of its users has a number as an execution has; once all of
+    #: their logs have it, this is done.
     is_dropped: bool = False
 
     @property
@@ -116,10 +118,22 @@ class Checkpoint:
             return None
         return Progress(last, Window(self.ends.get(last - 1, self.start), self.ends[last]), self.committed >= last)
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether each window ends behind the one before.
+
+        A former data cluster with the same folder may have hung between storing a window at the log servers and writing
+        it down here. When it goes on, the checkpoint is that of the newer one, and the window is an old one.
+        """
+        ticks = [self.start["tick_ms"], *(self.ends[execution]["tick_ms"] for execution in sorted(self.ends))]
+        return all(before < after for before, after in pairwise(ticks))
+
     def fits(self, progress: Progress | None) -> bool:
         """Return whether it goes on where the stored progress ends, or is ahead of that."""
         if progress is None:
             return True
+        if not self.is_in_order:
+            return False
         if progress.is_dropped:
             return self.base == progress.execution  # it was begun after that
         if progress.execution <= self.base:

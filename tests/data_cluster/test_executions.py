@@ -20,6 +20,7 @@ from dynamoth.edge.log import log_keys
 from dynamoth_analytics.cluster import outdated, query_runner
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.query_runner import ExecutionFailed, QueryRunner
+from dynamoth_analytics.cluster.servers import LogServerFailed
 from dynamoth_analytics.cluster.sql import nulls
 from dynamoth_analytics.cluster.sql.compiled import CompiledQuery
 from tests.data_cluster.world import TIMEOUT_S, World, reports, stream_session, until
@@ -339,6 +340,28 @@ def test_a_query_that_comes_back_misses_no_record_behind_its_registration(
     with running(back):
         until(lambda: world.ids(interest), back)
     assert world.ids(interest) == ["seen"]
+
+
+def test_a_query_that_comes_back_before_all_logs_have_its_end_loses_no_result_set(
+    driver: SparkSession, world: World
+) -> None:
+    """A log that has the last publication does not take an execution of the same number."""
+    dataset, query = world.set_dataset(), world.set_query()
+    fire, quake = (world.register("of_type", {"type": each}) for each in ("fire", "quake"))
+    assert (world.server_of(fire), world.server_of(quake)) == ("l1", "l2")
+    context = replace(world.context(driver), append_retry_s=0.0)
+    world.servers.run("l2", (b"CONFIG", b"SET", b"min-replicas-to-write", b"1"))  # it stores nothing
+    with pytest.raises(LogServerFailed, match="NOREPLICAS"):
+        end_dropped(context, "of_type")
+    world.servers.run("l2", (b"CONFIG", b"SET", b"min-replicas-to-write", b"0"))
+    back = world.runner(context, replace(query, version=3), dataset)
+    with running(back):
+        until(lambda: (world.folder / "checkpoints" / "of_type" / "base.json").exists(), back)
+        world.append(dataset, *reports("fire", "f1"), *reports("quake", "q1"), partition=0)
+        until(lambda: world.ids(quake), back)
+    assert (world.ids(fire), world.ids(quake)) == (["f1"], ["q1"])
+    for interest in (fire, quake):
+        assert [payload.get("dropped") for payload in world.log(interest)] == [True, None]
 
 
 def test_interests_that_do_not_fit_a_changed_query_get_a_last_result(

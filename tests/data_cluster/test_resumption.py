@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,10 @@ def checkpoint(base: int, last: int, committed: int | None = None) -> Checkpoint
     return Checkpoint(base, ends, last if committed is None else committed, offsets(base))
 
 
+def with_end(found: Checkpoint, execution: int, end: WindowEnd) -> Checkpoint:
+    return replace(found, ends={**found.ends, execution: end})
+
+
 KEEP = None
 
 NOW_MS = 1_790_000_000_500
@@ -64,6 +70,9 @@ NOW_MS = 1_790_000_000_500
         # Its history is another one.
         (Progress(7, Window(offsets(6), offsets(99)), True), checkpoint(3, 8), Continuation(7, offsets(99))),
         (Progress(7, Window(offsets(98), offsets(7)), True), checkpoint(3, 8), Continuation(7, offsets(7))),
+        # A former data cluster has written down a window of its own as the next one.
+        (progress(7), with_end(checkpoint(3, 7), 8, offsets(6)), Continuation(7, offsets(7))),
+        (progress(7), with_end(checkpoint(3, 7), 8, offsets(7)), Continuation(7, offsets(7))),
         # The query was dropped, and comes back: a checkpoint of before is none, and the one of after is.
         (progress(7, is_dropped=True), checkpoint(3, 6), Continuation(7)),
         (progress(7, is_dropped=True), checkpoint(7, 7), KEEP),
@@ -153,7 +162,8 @@ def test_whatever_dies_each_window_is_executed_once_more_at_most(data: st.DataOb
 
 
 def test_what_is_stored_is_read() -> None:
-    for each in (progress(3), progress(3, is_done=False), progress(4, is_dropped=True)):
+    dropped = progress(4, is_dropped=True)
+    for each in (progress(3), progress(3, is_done=False), dropped, replace(dropped, is_done=False)):
         text = store_progress_command("nearby", each, 5)[-2]
         assert parse_progress(text) == each
     assert parse_progress(None) is None

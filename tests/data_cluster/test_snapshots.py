@@ -190,6 +190,28 @@ def test_two_threads_write_two_bases(
     assert offsets(found, dataset) == [end, end - 1]
 
 
+def test_a_former_data_cluster_that_goes_on_changes_no_base_of_the_newer_one(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs while it writes one with the same number."""
+    former, newer = (KeyedSnapshots(tmp_path, {"logs": world.logs}) for _ in range(2))
+    put(world, dataset, "a", 1)
+    before, force = state(world), snapshots._force_to_disk  # pyright: ignore[reportPrivateUsage]
+
+    def meanwhile(folder: Path) -> int:
+        monkeypatch.setattr(snapshots, "_force_to_disk", force)
+        put(world, dataset, "a", 2)
+        newer.renew(driver, dataset, {NAME: state(world)})
+        return force(folder)
+
+    monkeypatch.setattr(snapshots, "_force_to_disk", meanwhile)
+    with pytest.raises(OSError, match="not empty"):
+        former.renew(driver, dataset, {NAME: before})
+    assert offsets(newer, dataset) == [before.offset + 1]
+    assert [read(driver, newer, dataset, before.offset + more) for more in range(2)] == [{"a": 1}, {"a": 2}]
+    assert len([*(tmp_path / "reports").iterdir()]) == 1
+
+
 def test_old_bases_are_deleted_also_where_no_new_one_can_be_written(
     driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

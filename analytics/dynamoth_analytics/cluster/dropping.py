@@ -1,7 +1,9 @@
 """Ends queries that were dropped: their users get a last publication, ``{"dropped": true}``.
 
-It is numbered as an execution is, so it is appended once, also where a data cluster dies meanwhile. Interests stay
-registered until their time is over: whoever registers the query again finds them, and goes on with larger numbers.
+It is numbered as an execution is, so it is appended once, also where a data cluster dies meanwhile. The number is
+stored at the log servers before anything is published: a log that has it takes no execution of the same number, so the
+query has to go on with larger ones, even where it is registered again before all logs have their last publication.
+Interests stay registered until their time is over: whoever registers the query again finds them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import shutil
 import time
 from dataclasses import replace
 
-from dynamoth.data.progress import QueryStatus, WindowEnd, give_up
+from dynamoth.data.progress import Progress, QueryStatus, WindowEnd, give_up
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.results import dropped_payload
@@ -31,22 +33,39 @@ def end_dropped(context: ClusterContext, name: str) -> None:
     Raises LogServerFailed and OSError; call it again then. Raises TakenOver, too.
     """
     progress = context.progress(name)
-    if progress is not None and progress.is_dropped:
+    if progress is not None and progress.is_dropped and progress.is_done:
         return
-    interests = _interests(context, name)
-    status = context.status(name) or QueryStatus()
     now_ms = int(time.time() * 1000)
-    end: WindowEnd = progress.window.end if progress else {"tick_ms": 0, "offsets": {}}
-    last = replace(give_up(progress, None, end, now_ms), is_dropped=True)
-    query = StandingQuery(name, "", "", 0, version=status.version, retained_min=RETAINED_MAX)
-    payload = dropped_payload(name, status.version, last.execution, now_ms)
-    context.publisher(query, last.execution, 0).publish_payloads((each, payload) for each in interests)
-    context.store_progress(name, last, follows=False)
+    if progress is None or not progress.is_dropped:
+        end: WindowEnd = progress.window.end if progress else {"tick_ms": 0, "offsets": {}}
+        progress = replace(give_up(progress, None, end, now_ms), is_done=False, is_dropped=True)
+        context.store_progress(name, progress, follows=False)
+    status = context.status(name) or QueryStatus()
+    _publish(context, name, status.version, progress)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):
         shutil.rmtree(context.folder / kind / str(context.term) / name, ignore_errors=True)
     status.state, status.reason, status.since_ms = "dropped", "", now_ms
     context.store_status(name, status)
+
+
+def finish_dropping(context: ClusterContext, name: str) -> None:
+    """Publish what ``end_dropped`` has not, where a query is registered again before that has ended.
+
+    Raises as ``end_dropped``.
+    """
+    progress = context.progress(name)
+    if progress is not None and progress.is_dropped and not progress.is_done:
+        _publish(context, name, (context.status(name) or QueryStatus()).version, progress)
+
+
+def _publish(context: ClusterContext, name: str, version: int, progress: Progress) -> None:
+    """Publish that a query was dropped to all of its interests, and store that this is done."""
+    interests, execution = _interests(context, name), progress.execution
+    query = StandingQuery(name, "", "", 0, version=version, retained_min=RETAINED_MAX)
+    payload = dropped_payload(name, version, execution, int(time.time() * 1000))
+    context.publisher(query, execution, 0).publish_payloads((each, payload) for each in interests)
+    context.store_progress(name, replace(progress, is_done=True), follows=False)
     _log.info("query %s was dropped: %d interests know", name, len(interests))
 
 

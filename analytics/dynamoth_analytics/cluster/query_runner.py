@@ -40,6 +40,7 @@ from dynamoth.data.progress import (
 from dynamoth.data.queries import StandingQuery
 from dynamoth.errors import DynamothError
 from dynamoth_analytics.cluster.context import ClusterContext
+from dynamoth_analytics.cluster.dropping import finish_dropping
 from dynamoth_analytics.cluster.executions import Executions
 from dynamoth_analytics.cluster.failures import check_spark, is_taken_over, reason_of
 from dynamoth_analytics.cluster.stalls import Stall
@@ -257,6 +258,7 @@ class QueryRunner:
 
     def _prepared_checkpoint(self) -> CheckpointBase:
         """Return where the checkpoint begins: the one that there is, or a new one behind the last execution."""
+        finish_dropping(self._context, self.query.name)
         base, datasets = self._checkpoint.base(), sorted(self.query.datasets)
         checkpoint, progress, name = self._checkpoint.read(), self._context.progress(self.query.name), self.query.name
         if checkpoint is None and progress is None:

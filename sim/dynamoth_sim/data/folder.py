@@ -9,7 +9,7 @@ from dynamoth.data.progress import Checkpoint, WindowEnd
 
 @dataclass(slots=True)
 class Folder:
-    """A checkpoint. Nothing changes an end that is stored."""
+    """A checkpoint. Data clusters with the same folder share it."""
 
     #: The execution before its first one, and the offsets before that; None: there is no checkpoint.
     base: int | None = None
@@ -18,13 +18,18 @@ class Folder:
     ends: dict[int, WindowEnd] = field(default_factory=dict[int, WindowEnd])
     committed: int = 0
 
+    def write_end(self, batch: int, end: WindowEnd) -> None:
+        """Write the end of a window. A former data cluster numbers its batches as its own checkpoint did."""
+        assert self.base is not None, "a stream has a checkpoint"
+        self.ends[self.base + 1 + batch] = end
+
     def begin(self, base: int, start: WindowEnd, first_end: WindowEnd | None) -> None:
         """Begin a checkpoint in place of the one that there is."""
         self.base, self.start, self.first_end, self.ends, self.committed = base, start, first_end, {}, base
 
     def read(self) -> Checkpoint | None:
         """Return what the production code learns of it."""
-        if self.base is None:
+        if self.base is None or max(self.ends, default=0) > self.committed + 1:
             return None
         return Checkpoint(self.base, dict(self.ends), self.committed, self.start, self.first_end)
 

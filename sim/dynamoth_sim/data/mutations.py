@@ -203,7 +203,7 @@ def progress_after_publishing() -> AbstractContextManager[None]:
         self._place.witness.executed(self._query.name, execution, self._place.machine.now)
 
     def begin_window(self: ModelQuery, execution: int, window: Window) -> Asking:
-        self._folder.ends[execution] = window.end
+        self._folder.write_end(execution - self._base - 1, window.end)
         yield from ()
 
     return replaced(ModelQuery, _execute=execute, _begin_window=begin_window)
@@ -269,6 +269,11 @@ def checkpoints_always_fit() -> AbstractContextManager[None]:
     return replaced(Checkpoint, fits=returning(True))
 
 
+def checkpoints_are_in_order() -> AbstractContextManager[None]:
+    """A data cluster takes every window of its disk for its own."""
+    return replaced(Checkpoint, is_in_order=True)
+
+
 def unfinished_executions_are_skipped() -> AbstractContextManager[None]:
     """A new checkpoint begins behind the last execution, though that may be published in part."""
 
@@ -330,6 +335,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-appends-when-an-interest-is-new", logs_have_terms_alone, "D5"),
     Check("data-goes-on-with-the-same-folder", windows_are_those_of_the_folder, "expected"),
     Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
+    Check("data-writes-to-the-checkpoint-of-its-successor", checkpoints_are_in_order, "D2"),
     Check("data-two-begin-at-once", terms_have_no_owners, "expected"),
 )
 """Every mutation of standing queries, with the script that must fail under it."""

@@ -121,6 +121,8 @@ class ModelQuery:
         self._table = ModelTable(place.servers, query)
         self._progress: Progress | None = None
         self._first_end: WindowEnd | None = None
+        #: The execution before the first one of the stream's checkpoint.
+        self._base = 0
         #: Whether an operator has ordered to go on behind all records that there are.
         self._is_to_restart = False
 
@@ -171,7 +173,8 @@ class ModelQuery:
             start = with_new_datasets(begin.start or now, tips)
             end = None if begin.first_end is None else with_new_datasets(begin.first_end, tips)
             self._folder.begin(begin.base, start, end)
-        self._first_end = self._folder.first_end
+        assert self._folder.base is not None, "it was begun"
+        self._first_end, self._base = self._folder.first_end, self._folder.base
 
     def _next_end(self, start: WindowEnd) -> Asking:
         """Wait for new records behind a tick, and return the end of the next window."""
@@ -252,7 +255,7 @@ class ModelQuery:
         """Store a window, and then write its end to the checkpoint, which a former data cluster may still have."""
         if not self._is_done(execution):
             yield from self._store_progress(Progress(execution, window, is_done=False))
-        self._folder.ends[execution] = window.end
+        self._folder.write_end(execution - self._base - 1, window.end)
 
     def _is_done(self, execution: int) -> bool:
         return self._progress is not None and self._progress.execution >= execution and self._progress.is_done

@@ -5,6 +5,7 @@ U and V are users, R reports records by way of the last broker. See ``edge.scena
 
 from __future__ import annotations
 
+from dynamoth.data.progress import PROGRESS_SCRIPT
 from dynamoth.data.records import parse_state, partition_name, state_command
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.terms import CLAIM_SCRIPT
@@ -338,6 +339,36 @@ def goes_on_with_the_same_folder(stage: DataStage) -> None:
     stage.expect_results(user, 2)
 
 
+def writes_to_the_checkpoint_of_its_successor(stage: DataStage) -> None:
+    """A data cluster hangs when it has stored a window, and one with the same folder takes over.
+
+    When the former one goes on, it writes the window to the new checkpoint, as the end of the next one.
+    """
+    former, newer = stage.data.data_clusters
+    newer.folders = former.folders
+    user = stage.query_user("U", ALERTS_A)
+    for _ in range(2):
+        stage.report(ALERTS_A)
+        stage.run_executions()
+    stage.report(ALERTS_A)
+    stage.wait_asked(former, "to store a window", lambda words: words[1:2] == (PROGRESS_SCRIPT,), max(stage.edge.logs))
+    for process in former.processes:
+        process.pause()
+    stage.data.current = newer
+    stage.start_data_cluster(newer)
+    stage.run_executions()
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    for process in former.processes:
+        process.resume()
+    stage.wait("the former data cluster ends", lambda: not former.is_running)
+    newer.kill()
+    stage.start_data_cluster(newer)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 5)
+
+
 def two_begin_at_once(stage: DataStage) -> None:
     """Two data clusters claim the same term: one of them gets it, the other one a larger one, and one goes on."""
     user = stage.query_user("U", ALERTS_A)
@@ -404,6 +435,9 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
         keys_are_deleted_twice, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
     "data-stays-registered": DataScenario(stays_registered, edge=data_edge()),
+    "data-writes-to-the-checkpoint-of-its-successor": DataScenario(
+        writes_to_the_checkpoint_of_its_successor, edge=data_edge()
+    ),
     "data-two-begin-at-once": DataScenario(two_begin_at_once, edge=data_edge()),
 }
 """Every scenario by its name."""

@@ -2,7 +2,8 @@
 
 A *base* is a folder of Parquet files with the latest records up to some offsets. A snapshot is a base and the records
 behind it. So it is the same whenever it is computed, and its cost depends on the number of keys, not on the length of
-the history. A new base is written when many records are behind the newest one, in proportion to its keys.
+the history. A new base is written when many records are behind the newest one, in proportion to its keys. It appears as
+a whole or not at all: a former data cluster that goes on with the same folder changes none.
 
 The latest record of a key is the last one of its partition, by offset. A key has records in several partitions after an
 operator has changed their number: then the latest of those counts that were the last ones of their partitions, by the
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
@@ -42,6 +44,10 @@ RENEW_KEYS_RATIO = 0.25
 
 RENEW_AGE_S = 86_400.0
 """A base that is older is renewed if there is any record behind it: the archive's old days can be deleted then."""
+
+
+ABANDONED_S = 86_400.0
+"""A hidden folder that is older than this is of a process that died."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,8 @@ class KeyedSnapshots:
             states: what the servers know about the offsets of its partitions.
             needed: the lowest offsets as of which each query may still need a snapshot.
 
-        Raises OSError, and errors of Spark, as that of a range whose records are lost.
+        Raises OSError, also where another data cluster has written a base meanwhile, and errors of Spark, as that of a
+        range whose records are lost.
 
         """
         with self._locks[dataset.name]:
@@ -160,12 +167,15 @@ class KeyedSnapshots:
         own = {name: max(offset, former.get(name, 0)) for name, offset in offsets.items()}
         number = int(bases[0].folder.name) + 1 if bases else 1
         folder = self._folder / dataset.name / f"{number:08d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        make_folder(folder.parent)
-        self._at(spark, dataset, own, options).coalesce(4).write.parquet(str(folder / "rows"))
-        keys = _force_to_disk(folder / "rows")
-        sync(folder)
-        write_text(folder / "base.json", json.dumps({"offsets": own, "keys": keys}))  # a base is one when it has this
+        hidden = folder.with_name(f".{folder.name}-{uuid4().hex}.tmp")
+        make_folder(hidden)
+        try:
+            self._at(spark, dataset, own, options).coalesce(4).write.parquet(str(hidden / "rows"))
+            keys = _force_to_disk(hidden / "rows")
+            write_text(hidden / "base.json", json.dumps({"offsets": own, "keys": keys}))
+            hidden.rename(folder)  # not where another data cluster has written one meanwhile
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
         sync(folder.parent)
 
     def _delete_old(self, dataset: Dataset, needed: Iterable[Mapping[str, int]]) -> None:
@@ -174,6 +184,9 @@ class KeyedSnapshots:
             if old.folder not in kept:
                 (old.folder / "base.json").unlink()
                 shutil.rmtree(old.folder)
+        for hidden in (self._folder / dataset.name).glob(".*.tmp"):
+            if time.time() - hidden.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _latest(rows: DataFrame, key: str) -> DataFrame:
