@@ -91,7 +91,10 @@ ANSWERS = {
     "no body": (refusal("502 Bad Gateway", b""), "502 Bad Gateway"),
     "long": (refusal("500 Oops", b"x" * 5000), "500 " + "x" * complaints.BODY_CHARACTERS_MAX + " ("),
     "path": (refusal("404 Not Found", b"Users connect at /connect.\n"), "404 Users connect at /connect. ("),
-    "port": (refusal("404 Not Found", b"404: Not Found"), "brokers serve users at `broker.port`, and the path /connect"),
+    "port": (
+        refusal("404 Not Found", b"404: Not Found"),
+        "brokers serve users at `broker.port`, and the path /connect",
+    ),
     "no HTTP": (b"-ERR unknown command\r\n\r\n", "is this the port of a broker"),
 }
 
