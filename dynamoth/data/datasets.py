@@ -124,7 +124,9 @@ class Dataset:
             if value is not None:
                 stored[field.name] = _READERS[field.type](field.name, value)
             elif not field.is_optional:
-                raise BadRecord(f"field {field.name!r} is missing")
+                unknown = [name for name in values if name not in self.by_name]
+                misspelt = f", and the dataset has no field {shortened(min(unknown))}" if unknown else ""
+                raise BadRecord(f"field {field.name!r} is missing{misspelt}")
         if values:
             raise BadRecord(f"the dataset has no field {shortened(min(values))}")
         if subject is not None:

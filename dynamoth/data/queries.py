@@ -202,7 +202,8 @@ def _read_parameters(parameters: Mapping[str, Any], where: str) -> tuple[Paramet
         settings: Mapping[str, Any] = {"type": given} if isinstance(given, str) else given
         check_settings(settings, _PARAMETER_SETTINGS, here)
         if settings.get("type") not in PARAMETER_TYPES:
-            raise ConfigError(f"{here}: type is one of {', '.join(PARAMETER_TYPES)}")
+            found = f", not {shortened(settings['type'])}" if "type" in settings else ""
+            raise ConfigError(f"{here}: type is one of {', '.join(PARAMETER_TYPES)}{found}")
         is_number = settings["type"] in ("int", "float")
         if not is_number and ("min" in settings or "max" in settings):
             raise ConfigError(f"{here}: only numbers have min and max")

@@ -115,6 +115,7 @@ def test_a_time_is_iso_8601_with_its_zone_or_unix_seconds(at: Any, microseconds:
         (b'{"id": null}', "'id' is missing"),
         (b'{"id": ""}', "'id' is empty, and has to identify the record"),
         (b'{"id": "a", "more": 1}', "no field 'more'"),
+        (b'{"idd": "a", "n": 1}', "'id' is missing, and the dataset has no field 'idd'"),
         (b'{"id": "\\ud800"}', "valid Unicode"),
         (b'{"id": "\xff"}', "no JSON"),
         (b'{"id": "%s"}' % (b"x" * 70_000), "65536 are allowed"),

@@ -539,6 +539,7 @@ def test_a_query_is_tried_with_the_datasets_of_its_file(samples: list[str]) -> N
     ("on", "reads", "words"),
     [
         ("shelters", [], "it is on 'shelters', a static dataset, which has no new records: name it in reads"),
+        ("report", [], "there is no dataset 'report': register it first; those are others, "),
         ("reports", ["others"], "reads has 'others', which is neither keyed nor static"),
     ],
 )

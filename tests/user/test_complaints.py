@@ -90,7 +90,11 @@ ANSWERS = {
     "full": (refusal("503 Service Unavailable", b"draining"), "503 draining"),
     "no body": (refusal("502 Bad Gateway", b""), "502 Bad Gateway"),
     "long": (refusal("500 Oops", b"x" * 5000), "500 " + "x" * complaints.BODY_CHARACTERS_MAX + " ("),
-    "path": (refusal("404 Not Found", b"Users connect at /connect.\n"), "at the path /connect"),
+    "path": (refusal("404 Not Found", b"Users connect at /connect.\n"), "404 Users connect at /connect. ("),
+    "port": (
+        refusal("404 Not Found", b"404: Not Found"),
+        "brokers serve users at `broker.port`, and the path /connect",
+    ),
     "no HTTP": (b"-ERR unknown command\r\n\r\n", "is this the port of a broker"),
 }
 
@@ -103,6 +107,25 @@ async def test_what_a_server_answers_is_logged(answer: bytes, text: str, log: py
     assert text in message
     assert url in message
     assert state.url == url
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_tls_at_a_plain_port_is_logged_with_the_cure(log: pytest.LogCaptureFixture, is_reset: bool) -> None:
+    """It answers no TLS, or resets the connection, as a broker without TLS does."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        if is_reset:
+            writer.transport.abort()  # with bytes that were not read
+        else:
+            writer.write(b"-ERR unknown command\r\n")
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1)
+    async with server:
+        await interrupted(f"wss://127.0.0.1:{server.sockets[0].getsockname()[1]}/connect")
+    [message] = log.messages
+    assert "not to be reached by ws://?" in message
 
 
 async def test_a_port_where_nobody_listens_is_logged_once(log: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
-from ssl import SSLCertVerificationError
+from ssl import SSLCertVerificationError, SSLError
 from urllib.parse import urlsplit
 
 from websockets.exceptions import InvalidMessage, InvalidStatus
@@ -59,12 +59,14 @@ def why_not_connected(error: Exception, url: str) -> str:
         response = error.response
         body = bytes(response.body or b"").decode(errors="replace").strip()[:BODY_CHARACTERS_MAX]
         answer = f"{response.status_code} {body or response.reason_phrase}".strip()
-        cure = ": brokers serve users at the path /connect" if response.status_code == HTTPStatus.NOT_FOUND else ""
+        is_elsewhere = response.status_code == HTTPStatus.NOT_FOUND and "/connect" not in body
+        cure = ": brokers serve users at `broker.port`, and the path /connect" if is_elsewhere else ""
         return f"cannot connect: the server has answered {answer}{cure}"
     cause = str(error) or type(error).__name__
     if isinstance(error, SSLCertVerificationError):
         return f"cannot connect: {cause}: give `ssl` a context that knows the authority of this certificate"
-    if isinstance(error, InvalidMessage | EOFError):
+    is_plain = isinstance(error, SSLError) and error.reason == "WRONG_VERSION_NUMBER"
+    if is_plain or isinstance(error, InvalidMessage | EOFError | ConnectionResetError):
         other = "ws://" if url.startswith("wss:") else "wss://"
         return f"cannot connect: {cause}: is this the port of a broker, and not to be reached by {other}?"
     if isinstance(error, ConnectionRefusedError):

@@ -16,7 +16,6 @@ may subscribe to, or without ``logs`` also that of a dataset (``d:NAME``). Other
 ``retained``     how many publications a log keeps, at least (default 10000)
 ``ttl_s``        how long a log lives after its last reader or writer (default 7 days)
 ``term``         of the writer: a log refuses one with a smaller term than before (default 0)
-``ssl_...``      for ``rediss://`` log servers: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``, ``ssl_cert_reqs``
 ===============  ==================================================================================================
 
 What it promises

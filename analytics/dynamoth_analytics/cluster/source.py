@@ -26,7 +26,6 @@ refused:
                     after the next load it is only there
 ``start``, ``end``  offsets as JSON: the range of a batch; ``start`` also where a stream begins. Each is the offset of a
                     record (ends of windows are), or 0
-``ssl_...``         for ``rediss://`` servers: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``, ``ssl_cert_reqs``
 ==================  ===============================================================================================
 """
 

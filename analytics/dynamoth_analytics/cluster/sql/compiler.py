@@ -60,7 +60,8 @@ class Compiler:
     def _compile(self) -> None:
         for name in self.query.datasets:
             if name not in self.datasets:
-                raise refusal(self.query, f"there is no dataset {name!r}: register it first")
+                known = ", ".join(sorted(self.datasets)) or "none"
+                raise refusal(self.query, f"there is no dataset {name!r}: register it first; those are {known}")
         self._check_kinds()
         self.tree = read_statement(self.query)
         self._replace_parameters()
