@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamoth_broker.coordinator.model import LoadModel, Standing
 from dynamoth_broker.coordinator.plan import Outcome, Plan, Worth
+from dynamoth_broker.coordinator.records import touched
 from dynamoth_broker.coordinator.shuffle import ShuffleSettings, shuffle
 from dynamoth_sim.edge.published_balancing import greedy_shuffle
 from tests.coordinator.test_relieve import small_worlds
@@ -75,17 +77,18 @@ def test_no_broker_is_overloaded_on_the_way(model: LoadModel, accept: float, mov
 
 @given(small_worlds())
 def test_moves_say_what_they_change(model: LoadModel) -> None:
-    """Within a batch users arrive first and leave then, so the changes of a broker form two chains per batch."""
+    """One after the other, also within a batch: so a recording has the load ratios of a broker before and after all."""
     plan = shuffle(model, replace(UNBOUNDED, worth=ALWAYS))
-    ratio = {broker.id: broker.ratio for broker in model.brokers.values()}
-    for batch in plan.batches:
-        for move in batch:
-            assert move.target_ratio.before == ratio[move.target]
-            ratio[move.target] = move.target_ratio.after
-        for move in batch:
-            assert move.source_ratio.before == ratio[move.source]
-            ratio[move.source] = move.source_ratio.after
-    assert plan.after.ratio_max == max(ratio.values())
+    before = {broker.id: broker.ratio for broker in model.brokers.values()}
+    after = {broker.id: broker.ratio for broker in check_on_the_way(model, plan, UNBOUNDED).brokers.values()}
+    ratio = dict(before)
+    for move in plan.moves:
+        for broker, change in ((move.source, move.source_ratio), (move.target, move.target_ratio)):
+            assert change.before == ratio[broker]
+            ratio[broker] = change.after
+    assert ratio == pytest.approx(after)
+    changed = {move.source for move in plan.moves} | {move.target for move in plan.moves}
+    assert touched(plan.moves) == {broker: (before[broker], ratio[broker]) for broker in changed}
 
 
 def test_moves_that_wait_for_room_come_in_later_batches() -> None:

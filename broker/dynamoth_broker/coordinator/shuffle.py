@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dynamoth_broker.coordinator.model import BrokerLoad, LoadModel, Standing, User
-from dynamoth_broker.coordinator.plan import Change, Move, Outcome, Plan, Worth
+from dynamoth_broker.coordinator.plan import Move, Outcome, Plan, Worth, apply_move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def _in_batches(
     model: LoadModel, targets: dict[str, str], settings: ShuffleSettings
 ) -> tuple[LoadModel, list[tuple[Move, ...]], bool]:
     """Order moves; return the model after them, the batches, and whether ``moves_max`` has left some out."""
-    trial = model.copy()
+    trial, done = model.copy(), model.copy()
 
     def urgency(user: str) -> tuple[float, float, str]:
         mover = model.users[user]
@@ -119,19 +119,19 @@ def _in_batches(
         batch, waiting = _batch(trial, waiting, targets, settings)
         if not batch:
             break
-        batches.append(batch)
+        batches.append(tuple(apply_move(done, user, targets[user]) for user in batch))
     return trial, batches, is_full
 
 
 def _batch(
     trial: LoadModel, waiting: list[str], targets: dict[str, str], settings: ShuffleSettings
-) -> tuple[tuple[Move, ...], list[str]]:
-    """Apply the next batch; return it, and the users who wait for a later one."""
-    arrived: dict[str, Change] = {}
+) -> tuple[list[str], list[str]]:
+    """Apply the next batch; return its users, and those who wait for a later one."""
+    batch: list[str] = []
     moves_in: Counter[str] = Counter()
     later: list[str] = []
     for place, user in enumerate(waiting):
-        if len(arrived) >= settings.batch_moves_max:
+        if len(batch) >= settings.batch_moves_max:
             later += waiting[place:]
             break
         target = trial.brokers[targets[user]]
@@ -142,16 +142,9 @@ def _batch(
         if (target.load + increase) / target.capacity > settings.ratio_accept:
             later.append(user)
             continue
-        before = target.ratio
         trial.arrive(user, target.id)
-        arrived[user] = Change(before, target.ratio)
+        batch.append(user)
         moves_in[target.id] += 1
-    return tuple(_settle(trial, user, targets[user], change) for user, change in arrived.items()), later
-
-
-def _settle(trial: LoadModel, user: str, target: str, change: Change) -> Move:
-    moved = trial.users[user]
-    source = trial.brokers[moved.broker]
-    before = source.ratio
-    trial.depart(user, target)
-    return Move(user, source.id, target, trial.own_load(moved.interests), Change(before, source.ratio), change)
+    for user in batch:
+        trial.depart(user, targets[user])
+    return batch, later
