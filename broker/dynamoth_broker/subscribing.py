@@ -48,6 +48,8 @@ def _not_allowed(grant: Grant, interest: Interest) -> str:
         return f"the {interest.kind} {shortened(interest.name)} needs a token whose claim {claim!r} allows it"
     bound = grant.bound[interest.name]
     name = next(each for each in bound if not is_bound(interest, {each: bound[each]}))
+    if name not in interest.values:
+        return f"the token's claim 'params' gives parameter {shortened(name)}, which this subscription does not have"
     return f"the token's claim 'params' gives parameter {shortened(name)} of this query another value"
 
 

@@ -744,7 +744,11 @@ def test_moved_in_waits_for_nothing_that_was_asked_for_twice_or_given_up() -> No
         (channel_interest(LOGGED.log_channel.decode()), EVERYTHING, "is reserved: use another one"),
         (channel_interest("d:reports"), EVERYTHING, "'d:reports' is where records of a dataset are published: subscr"),
         (query_interest("near", {"user": True}), Grant(bound={"near": {"user": 1}}), "parameter 'user' of this query"),
-        (query_interest("near", {}), Grant(bound={"near": {"user": None}}), "claim 'params' gives parameter 'user'"),
+        (
+            query_interest("near", {}),
+            Grant(bound={"near": {"user": None}}),
+            "'user', which this subscription does not have",
+        ),
         (
             channel_interest("secret"),
             Grant(channels=("news.*",)),
