@@ -139,7 +139,7 @@ def test_a_disk_that_is_read_only_is_named_with_the_cure(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / ".0.tmp"))
 
     monkeypatch.setattr("dynamoth_analytics.cluster.storage.batches.parquet.ParquetWriter", read_only)
-    with pytest.raises(ArchivingFailed, match="partition reports/0 is not archived: a disk .* is read-only: "):
+    with pytest.raises(ArchivingFailed, match="reports/0 is not archived: a disk of the data cluster is read-only"):
         Archiver(world.servers, tmp_path, hot_records=1).archive(world.servers.catalog())
 
 
