@@ -70,7 +70,10 @@ if redis.call('XLEN', KEYS[2]) + count > tonumber(ARGV[2]) then
 end
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local offset, reply = begin, {}
-if tonumber(ARGV[3]) > 0 then redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now - tonumber(ARGV[3])) end
+if tonumber(ARGV[3]) > 0 then
+  redis.call('ZADD', KEYS[3], 'XX', now, '')
+  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now - tonumber(ARGV[3]))
+end
 for i = 4, #ARGV, 2 do
   local is_new = ARGV[i] == '' or redis.call('ZADD', KEYS[3], 'NX', now, ARGV[i]) == 1
   if is_new then
@@ -90,7 +93,11 @@ end
 redis.call('HSET', KEYS[1], 'offset', string.format('%.0f', offset))
 return reply
 """
-"""Stores records; returns the offset of each, 0 for one that was stored before."""
+"""Stores records; returns the offset of each, 0 for one that was stored before.
+
+Redis refuses the first write of a script for lack of memory, and none behind another write. ZREMRANGEBYSCORE is a write
+that takes no memory, so before it comes a ZADD that changes nothing: no id is empty.
+"""
 
 
 @dataclass(frozen=True, slots=True)

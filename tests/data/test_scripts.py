@@ -304,3 +304,12 @@ def test_changes_tell_who_is_registered(server: EmbeddedRedis) -> None:
         (INTEREST, None),
     ]
     assert asyncio.run(query(f"redis://127.0.0.1:{server.port}", (b"ZCARD", expiry))) == [1]
+
+
+@pytest.mark.parametrize("dataset", [PLAIN, WITH_ID], ids=["without an id", "with an id"])
+def test_a_server_without_memory_refuses_records(dataset: Dataset, redis_server: EmbeddedRedis) -> None:
+    limit, more = (b"CONFIG", b"SET", b"maxmemory", b"1"), (b"CONFIG", b"SET", b"maxmemory", b"0")
+    commands = append(dataset, (b"a", "1")), limit, append(dataset, (b"b", "2")), more, append(dataset, (b"b", "2"))
+    [first], _, refusal, _, [second] = asyncio.run(query(redis_server.url, *commands))
+    assert isinstance(refusal, ErrorReply) and "OOM" in str(refusal)
+    assert second == first + 1, "what was refused has left nothing"

@@ -129,6 +129,20 @@ def test_a_full_disk_leaves_records_at_redis_and_is_an_error(
     assert read(world, dataset, tmp_path) == ["1", "2", "3"]
 
 
+def test_a_disk_that_is_read_only_is_named_with_the_cure(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = world.set_dataset(partitions=1)
+    world.append(dataset, *reports("a", "r1"))
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / ".0.tmp"))
+
+    monkeypatch.setattr("dynamoth_analytics.cluster.storage.batches.parquet.ParquetWriter", read_only)
+    with pytest.raises(ArchivingFailed, match="reports/0 is not archived: a disk of the data cluster is read-only"):
+        Archiver(world.servers, tmp_path, hot_records=1).archive(world.servers.catalog())
+
+
 def test_what_a_crash_left_is_deleted(world: World, tmp_path: Path) -> None:
     dataset = world.set_dataset(partitions=1)
     hidden = write(tmp_path, dataset, "2026-01-01", 1, 2).with_name(".0-3-4.tmp")

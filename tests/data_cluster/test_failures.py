@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
-from dynamoth_analytics.cluster.failures import CHARACTERS_MAX, reason_of
+from dynamoth_analytics.cluster.failures import CHARACTERS_MAX, DISK_IS_FULL, DISK_IS_READ_ONLY, reason_of
 from dynamoth_analytics.cluster.servers import LogServerFailed
 
 WORKER = """Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times
@@ -56,3 +59,12 @@ def test_a_long_reason_is_cut_where_it_can_be_seen_and_keeps_its_end(error: Exce
     reason = reason_of(error)
     assert len(reason) <= CHARACTERS_MAX
     assert "xx ... xx" in reason and reason.endswith("(the cure)")
+
+
+@pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, DISK_IS_FULL), (errno.EROFS, DISK_IS_READ_ONLY)])
+def test_a_disk_that_takes_nothing_is_named_with_the_cure(number: int, reason: str) -> None:
+    error = OSError(number, os.strerror(number), "/data/.0.tmp")
+    assert reason_of(error) == reason
+    assert (
+        reason_of(RuntimeError(f"x\nCaused by: java.io.IOException: {error.strerror}\n\tat a.b(C.java:1)\n")) == reason
+    )

@@ -19,7 +19,7 @@ from dynamoth.data.terms import TERM_KEY
 from dynamoth.edge.log import log_keys
 from dynamoth.edge.publications import LoggedPublication, unpack_publication
 from dynamoth.protocol.envelope import open_envelope
-from dynamoth_analytics.cluster.publishing import ResultPublisher
+from dynamoth_analytics.cluster.publishing import RETRY_S, ResultPublisher
 from dynamoth_analytics.cluster.servers import LogServerFailed, TakenOver
 from tests.data_cluster.world import World
 
@@ -140,6 +140,14 @@ def test_result_sets_whose_logs_have_later_executions_are_counted(world: World) 
     counts = publish(publisher(world, execution=7), (one, 1, "[7]"), (other, 1, "[7]"))
     assert (counts["overtaken"], counts["repeated"], counts["result_sets"]) == (1, 0, 2)
     assert (world.rows(one), world.rows(other)) == ([[9]], [[7]])
+
+
+def test_a_log_server_that_is_tried_again_is_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    one, *_ = interests(1)
+    world.servers.run(world.server_of(one), (b"SET", log_keys(one)[0], b"no hash"))
+    with pytest.raises(LogServerFailed, match="WRONGTYPE"):
+        publish(publisher(world, retry_s=3 * RETRY_S), (one, 1, "[1]"))
+    assert [each.getMessage().endswith("trying again") for each in caplog.records] == [True]
 
 
 def test_a_log_that_refuses_fails_the_execution_and_the_repetition_completes_it(world: World) -> None:

@@ -43,8 +43,17 @@ _STREAM = "=== Streaming Query ==="
 
 DISK_IS_FULL = "a disk of the data cluster is full: make room in data_cluster.folder and in SPARK_LOCAL_DIRS"
 
-_DISK_IS_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-"""In the texts of errors of the operating system, of Arrow and of Java."""
+DISK_IS_READ_ONLY = (
+    "a disk of the data cluster is read-only: see why in the log of the system, and mount it for writing"
+    " (data_cluster.folder, SPARK_LOCAL_DIRS)"
+)
+
+_DISK_FAILURES = {
+    os.strerror(errno.ENOSPC): DISK_IS_FULL,
+    os.strerror(errno.EDQUOT): DISK_IS_FULL,
+    os.strerror(errno.EROFS): DISK_IS_READ_ONLY,
+}
+"""What is in the texts of errors of the operating system, of Arrow and of Java, and what it means."""
 
 _WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEPTION", "PYTHON_DATA_SOURCE_ERROR")
 """Classes of errors that say only that there is another one."""
@@ -53,15 +62,15 @@ _WRAPPERS = ("STREAM_FAILED", "FOREACH_BATCH_USER_FUNCTION_ERROR", "PYTHON_EXCEP
 def reason_of(error: BaseException) -> str:
     """Return why something has failed, as one sentence of at most ``CHARACTERS_MAX`` characters for people."""
     text = str(error).strip()
-    is_disk_full = any(each in text for each in _DISK_IS_FULL)
-    if isinstance(error, OSError) and is_disk_full:
-        return DISK_IS_FULL
+    disk_failure = next((meaning for each, meaning in _DISK_FAILURES.items() if each in text), None)
+    if isinstance(error, OSError) and disk_failure:
+        return disk_failure
     if isinstance(error, DynamothError | OSError):
         return _shown(text)
     if ours := [*_OURS.finditer(text)]:
         return _shown(ours[-1][2])
-    if is_disk_full:
-        return DISK_IS_FULL
+    if disk_failure:
+        return disk_failure
     for found in _SPARKS.finditer(text):
         if found[1] not in _WRAPPERS:
             return _shown(f"[{found[1]}] {found[2]}")

@@ -152,7 +152,7 @@ class ResultPublisher:
     def _append(self, server: str, results: Sequence[tuple[str, bytes]]) -> list[Appended]:
         """Append to the logs of one server, again and again until it answers or the time is over."""
         options = LogOptions(self.retained_min, self.ttl_s, self.servers.durable)
-        deadline = time.monotonic() + self.retry_s
+        deadline, is_logged = time.monotonic() + self.retry_s, False
         while True:
             try:
                 new = [(interest, payload, secrets.randbits(64)) for interest, payload in results]
@@ -164,7 +164,9 @@ class ResultPublisher:
                     raise TakenOver(f"another data cluster has taken over: {error}") from error
                 if time.monotonic() > deadline:
                     raise
-                _log.warning("%s; trying again", error)
+                if not is_logged:
+                    _log.warning("%s; trying again", error)
+                    is_logged = True
                 time.sleep(RETRY_S)
 
 

@@ -35,6 +35,7 @@ from dynamoth.data.datasets import Dataset, dead_letters
 from dynamoth.data.records import Record, parse_records, partition_keys, partition_name, range_command
 from dynamoth.data.terms import trim_command
 from dynamoth.errors import DynamothError
+from dynamoth_analytics.cluster.failures import reason_of
 from dynamoth_analytics.cluster.servers import LogServerFailed, LogServers, TakenOver
 from dynamoth_analytics.cluster.storage.archive_files import (
     day_files,
@@ -224,7 +225,8 @@ class Archiver:
                 raise
             if isinstance(error, LogServerFailed) and _is_unreachable(error):
                 self._unreachable.add(server)
-            self._failures.append(f"partition {name} is not archived: {error}")
+            reason = reason_of(error) if isinstance(error, OSError) else error
+            self._failures.append(f"partition {name} is not archived: {reason}")
 
     def _archive_partition(self, dataset: Dataset, partition: int) -> None:
         name = partition_name(dataset.name, partition)
