@@ -51,18 +51,21 @@ local meta = redis.call('HMGET', KEYS[1], 'run', 'epoch', 'offset', 'term', 'exe
 local epoch, offset = meta[2], tonumber(meta[3])
 if not epoch or (ARGV[1] ~= '' and meta[1] ~= ARGV[1]) then
   epoch, offset, meta[5] = ARGV[2], 0, false
-  redis.call('DEL', KEYS[2])
-  redis.call('HDEL', KEYS[1], 'execution')
   redis.call('HSET', KEYS[1], 'run', ARGV[1], 'epoch', epoch, 'offset', 0)
+  redis.call('HDEL', KEYS[1], 'execution')
+  redis.call('DEL', KEYS[2])
 end
 """
-"""The first lines of every script: they begin the log where it is new, and know ``epoch`` and ``offset`` of its end."""
+"""The first lines of every script: they begin the log where it is new, and know ``epoch`` and ``offset`` of its end.
+
+Redis refuses the first write of a script for lack of memory, and none behind another write. So the first one is always
+one that takes memory: not DEL, HDEL or PEXPIRE.
+"""
 
 KEEP = b"""redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 """
-"""Keeps the log from being forgotten. An append does this last: Redis refuses the first write of a script for lack of
-memory, and none behind another write, and PEXPIRE takes no memory, but is a write."""
+"""Keeps the log from being forgotten. An append does this last."""
 
 BEGIN = OPEN + KEEP
 
@@ -98,9 +101,9 @@ for i = 1, #KEYS - fences, 2 do
   local epoch, offset = meta[2], tonumber(meta[3])
   if not epoch or (run ~= '' and meta[1] ~= run) then
     epoch, offset, meta[5] = ARGV[i + 5], 0, false
-    redis.call('DEL', stream)
-    redis.call('HDEL', key, 'execution')
     redis.call('HSET', key, 'run', run, 'epoch', epoch, 'offset', 0)
+    redis.call('HDEL', key, 'execution')
+    redis.call('DEL', stream)
   end
   if meta[4] and tonumber(meta[4]) > term then
     return redis.error_reply('FENCED by a newer writer, term ' .. meta[4])
@@ -320,7 +323,7 @@ def tips_command(interest_ids: Sequence[str], run_id: str, options: LogOptions) 
 
 
 def begin_arguments(run_id: str, new_epoch: int, options: LogOptions) -> tuple[bytes, bytes, bytes]:
-    """Return the first arguments of every script that begins with ``BEGIN``."""
+    """Return the first arguments of every script that begins with ``OPEN``."""
     return b"" if options.durable else run_id.encode(), b"%016x" % new_epoch, b"%d" % round(options.ttl_s * 1000)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from dynamoth.edge.log import BEGIN, LogOptions, begin_arguments, evaluate_begin, log_keys
+from dynamoth.edge.log import KEEP, OPEN, LogOptions, begin_arguments, evaluate_begin, log_keys
 from dynamoth.edge.publications import Position
 from dynamoth.errors import MalformedMessage
 from dynamoth.machine.events import CommandPart
@@ -42,16 +42,18 @@ TTL_S = 30 * 24 * 3600.0
 _POSITION = re.compile(rb"([0-9a-f]{16}) (\d+)")
 
 FIND_SCRIPT = (
-    BEGIN
+    OPEN
     + b"""local found = redis.call('GET', KEYS[3])
-if found then
+local is_new = not found
+if is_new then
+  found = string.format('%s %d', epoch, offset)
+  redis.call('SET', KEYS[3], found, 'PX', ARGV[4])
+else
   redis.call('PEXPIRE', KEYS[3], ARGV[4])
-  return {found, 0}
 end
-found = string.format('%s %d', epoch, offset)
-redis.call('SET', KEYS[3], found, 'PX', ARGV[4])
-return {found, 1}
 """
+    + KEEP
+    + b"return {found, is_new and 1 or 0}\n"
 )
 
 STORE_SCRIPT = b"""local stored = 0

@@ -247,3 +247,11 @@ def test_a_server_without_memory_refuses_to_append_to_a_log_that_it_has(
     assert isinstance(refusal, ErrorReply) and "OOM" in str(refusal)
     assert parse_page(page).tip == 1, "what was refused has left nothing, and the log can be read"
     assert appended[1:3] == [2, 1]
+
+
+@pytest.mark.parametrize("command", [append(b"a"), append_many((LOG, b"a"), (OTHER, b"a")), read()])
+def test_a_server_without_memory_begins_no_log(command: tuple[CommandPart, ...], redis_server: EmbeddedRedis) -> None:
+    limit, more = (b"CONFIG", b"SET", b"maxmemory", b"1"), (b"CONFIG", b"SET", b"maxmemory", b"0")
+    _, refusal, keys, _ = asyncio.run(query(redis_server.url, limit, command, (b"DBSIZE",), more))
+    assert isinstance(refusal, ErrorReply) and "OOM" in str(refusal)
+    assert keys == 0

@@ -18,7 +18,7 @@ from dynamoth.edge.positions import (
 )
 from dynamoth.edge.publications import Position
 from dynamoth.errors import MalformedMessage
-from dynamoth.machine.events import CommandPart
+from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth_cli.local.embedded import EmbeddedRedis
 from dynamoth_link.query import query
 from dynamoth_sim.world.redis import RedisServer
@@ -113,6 +113,14 @@ def test_positions_expire_and_every_use_lets_them_last(server: EmbeddedRedis) ->
     left_ms = [reply for reply in replies if isinstance(reply, int) and reply > 1000]
     assert len(left_ms) == 4
     assert all(TTL_S * 1000 - 10_000 < each <= TTL_S * 1000 for each in left_ms)
+
+
+def test_a_server_without_memory_stores_no_new_position(server: EmbeddedRedis) -> None:
+    limit, more = (b"CONFIG", b"SET", b"maxmemory", b"1"), (b"CONFIG", b"SET", b"maxmemory", b"0")
+    commands = [*append(2), limit, find(), GET, more, find()]
+    *_, refusal, stored, _, found = asyncio.run(query(f"redis://127.0.0.1:{server.port}", OF_TEST, *commands))
+    assert isinstance(refusal, ErrorReply) and "OOM" in str(refusal)
+    assert stored is None and parse_found(found) == (Position(EPOCH, 2), True)
 
 
 def test_a_full_command_is_quick_for_redis(server: EmbeddedRedis) -> None:
