@@ -21,7 +21,7 @@ from dynamoth.data.datasets import read_dataset
 from dynamoth.data.queries import StandingQuery, read_query
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.sql.compiled import compile_query
-from dynamoth_analytics.cluster.sql.dialect import AGGREGATES, StandingSql
+from dynamoth_analytics.cluster.sql.dialect import AGGREGATES, NOT_IN_PYTHON, StandingSql
 from dynamoth_analytics.cluster.sql.schema import interest_schema, view_schema
 from dynamoth_analytics.cluster.sql.spatial import EARTH_M
 from dynamoth_analytics.cluster.trial import try_query
@@ -341,16 +341,23 @@ def test_rows_of_a_result_set_that_is_too_large_are_not_gathered(
     assert bytes_max < cut["many"]["bytes"] <= whole["many"]["bytes"]
 
 
-def test_aggregates_are_those_of_spark(spark: SparkSession) -> None:
+def test_functions_are_those_of_spark(spark: SparkSession) -> None:
     registry = spark._jsparkSession.sessionState().functionRegistry()
-    functions, found = registry.listFunction().iterator(), set[str]()
+    functions, found, names = registry.listFunction().iterator(), set[str](), set[str]()
     while functions.hasNext():
         name = functions.next()
         info = registry.lookupFunction(name).get()
+        names.add(name.funcName())
         if info.getGroup() == "agg_funcs":
             found.add(name.funcName())
     assert "any" in found
     assert found - {"any"} <= AGGREGATES
+    unknown = {name for name in names if name.isidentifier() and not hasattr(F, name)} - AGGREGATES - NOT_IN_PYTHON
+    operators = {"and", "any", "between", "case", "div", "in", "not", "or"}
+    refused_or_for_tables = {"from_protobuf", "to_protobuf", "localtime", "range", "collations", "sql_keywords"}
+    of_other_packages = {"from_avro", "to_avro", "schema_of_avro"}
+    of_tables = {"python_worker_logs", "variant_explode", "variant_explode_outer"}
+    assert unknown <= operators | refused_or_for_tables | of_other_packages | of_tables
 
 
 @pytest.mark.parametrize(
@@ -569,6 +576,21 @@ def test_what_only_spark_can_tell_is_found_on_empty_tables(spark: SparkSession) 
 def test_what_compares_everything_with_everything_is_warned_of(sql: str, words: str) -> None:
     query = read_query("q", {"on": "reports", "period_s": 10, "sql": sql, "parameters": {"n": "int"}})
     assert any(words in warning for warning in compile_query(query, DATASETS).warnings)
+
+
+@pytest.mark.parametrize(
+    ("condition", "warnings"),
+    [
+        ("naer(lat, lon, 1, 2, 3)", ["naer() is no known function: did you mean near()? `dynamoth query try` says"]),
+        ("zzz(id) = 1 AND zzz(n) = 2", ["zzz() is no known function: `dynamoth query try` says"]),
+        ("year(_arrived) = 2026 AND int(n) = 1 AND LOWER(id) = 'a' AND execution_time() > _arrived", []),
+    ],
+)
+def test_a_function_that_looks_misspelt_is_warned_of_once(condition: str, warnings: list[str]) -> None:
+    sql = f"SELECT id FROM reports WHERE type = :type AND {condition}"
+    query = read_query("q", {"on": "reports", "period_s": 10, "sql": sql, "parameters": {"type": "string"}})
+    found = compile_query(query, DATASETS).warnings
+    assert [each.partition(" whether")[0] for each in found] == warnings
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pyspark.sql import functions
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 from sqlglot.optimizer.qualify import qualify
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.queries import StandingQuery
-from dynamoth_analytics.cluster.sql.dialect import StandingSql
-from dynamoth_analytics.cluster.sql.near import NearJoins, column_of
+from dynamoth_analytics.cluster.sql.dialect import AGGREGATES, NOT_IN_PYTHON, StandingSql
+from dynamoth_analytics.cluster.sql.near import NEAR, NearJoins, column_of
 from dynamoth_analytics.cluster.sql.nulls import give_null_for_wrong
 from dynamoth_analytics.cluster.sql.schema import (
     INTEREST,
@@ -27,7 +29,7 @@ from dynamoth_analytics.cluster.sql.schema import (
     interest_columns,
     view_columns,
 )
-from dynamoth_analytics.cluster.sql.statement import read_statement, refusal
+from dynamoth_analytics.cluster.sql.statement import TICK, read_statement, refusal
 
 
 class Ordering(NamedTuple):
@@ -64,6 +66,7 @@ class Compiler:
                 raise refusal(self.query, f"there is no dataset {name!r}: register it first; those are {known}")
         self._check_kinds()
         self.tree = read_statement(self.query)
+        self._warn_of_functions()
         self._replace_parameters()
         self._join_interests()
         self._qualify()
@@ -86,6 +89,17 @@ class Compiler:
             if dataset.kind == "append":
                 cure = "only the new records of `on` are read of such a one"
                 raise refusal(self.query, f"reads has {dataset.name!r}, which is neither keyed nor static: {cure}")
+
+    def _warn_of_functions(self) -> None:
+        """Warn of functions that look misspelt: whether Spark has them is only known to Spark."""
+        known = {*NEAR, TICK, *AGGREGATES, *NOT_IN_PYTHON, *dir(functions)}
+        for name in dict.fromkeys(call.name.lower() for call in self.tree.find_all(exp.Anonymous)):
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}()? " if near else ""
+                self.warnings.append(
+                    f"{name}() is no known function: {hint}`dynamoth query try` says whether Spark has it"
+                )
 
     def _replace_parameters(self) -> None:
         used: set[str] = set()

@@ -36,6 +36,12 @@ AGGREGATES = {
 }  # fmt: skip
 """Spark's functions that make one value of many rows, besides ``any``, which is a word of the grammar."""
 
+NOT_IN_PYTHON = {
+    "approx_top_k_estimate", "bigint", "binary", "boolean", "date", "decimal", "double", "float", "if", "int", "len",
+    "luhn_check", "map", "mod", "smallint", "space", "string", "time", "timestamp", "tinyint",
+}  # fmt: skip
+"""Spark's functions that ``pyspark.sql.functions`` does not have."""
+
 WITH_UNIT = {"dateadd", "date_add", "datediff", "date_diff", "timestampadd", "timestampdiff", "timediff", "time_diff"}
 """Functions whose first argument may be a unit of time, which looks like the name of a column."""
 
