@@ -14,7 +14,8 @@ from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry
 from dynamoth.data.progress import progress_key, query_server, restart_key
 from dynamoth.data.records import partition_keys
 from dynamoth.data.terms import TERM_KEY
-from dynamoth.errors import DynamothError
+from dynamoth.edge.log import SERVERS_KEY
+from dynamoth.errors import ConfigError, DynamothError
 from dynamoth_analytics.cluster import outdated
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.identity import IDENTITY_KEY, WrongFolder, check_identity
@@ -104,6 +105,19 @@ def test_log_servers_that_have_exchanged_their_ids_are_refused(world: World, tmp
         with pytest.raises(WrongFolder, match=r"is called (l1|m2) now was l2 before"):
             check_identity(read_servers(ids), tmp_path)
     check_identity(world.servers, tmp_path)
+
+
+def test_a_data_cluster_does_not_begin_where_brokers_have_other_log_servers(driver: SparkSession, world: World) -> None:
+    world.servers.run("l1", (b"SET", SERVERS_KEY, b"l1 l2 l3"))
+    with data_cluster(driver, world) as cluster:
+        with pytest.raises(
+            ConfigError, match=r"data_cluster\.logs: these are the log servers 'l1 l2', and brokers have"
+        ):
+            cluster.follow_catalog()
+        assert not (world.folder / "identity").exists(), "what is wrong leaves no trace"
+        world.servers.run("l1", (b"SET", SERVERS_KEY, b"l1 l2"))
+        cluster.follow_catalog()
+        assert (world.folder / "identity").exists()
 
 
 def test_a_static_dataset_that_is_loaded_again_is_seen_by_the_next_execution(

@@ -13,16 +13,21 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StringType, StructType
 
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_keys, partition_name
+from dynamoth.edge.log import SERVERS_KEY
 from dynamoth.errors import ConfigError
+from dynamoth_analytics.cluster.identity import check_identity
+from dynamoth_analytics.cluster.sink import BatchWriter
 from dynamoth_analytics.cluster.source import DynamothSource
 from dynamoth_analytics.cluster.storage.archive import Archiver
 from dynamoth_analytics.cluster.storage.loads import LOADS_KEPT, LoadCopies, read_copy
 from dynamoth_analytics.cluster.storage.reading import RecordsLost, read_range
 from tests.data_cluster.world import STATIC, World, reports
+
+SINK_SCHEMA = StructType().add("channel", StringType()).add("payload", StringType())
 
 
 def ids(driver: SparkSession, world: World, **options: str) -> list[str]:
@@ -95,6 +100,29 @@ def test_options_that_are_wrong_are_refused(world: World, options: dict[str, str
     source = DynamothSource({"logs": world.logs, "dataset": world.set_dataset().name, **options})
     with pytest.raises(ConfigError, match=re.escape(cause)):
         source.reader(StructType())
+
+
+def test_log_servers_with_other_ids_than_those_of_the_brokers_are_refused(world: World) -> None:
+    world.set_dataset()
+    world.servers.run("l2", (b"SET", SERVERS_KEY, b"l1 l2"))
+    first, second = (url for _, url in world.servers.urls)
+    cause = "option logs: these are the log servers 'a b', and brokers have 'l1 l2', says log server b"
+    for make in (
+        lambda options: DynamothSource({"dataset": "reports", **options}).schema(),
+        lambda options: BatchWriter({"url": world.cluster_url, **options}, SINK_SCHEMA),
+    ):
+        make({"logs": world.logs})
+        with pytest.raises(ConfigError, match=cause):
+            make({"logs": f"a={first} b={second}"})
+
+
+def test_log_servers_that_are_exchanged_are_refused(world: World, tmp_path: Path) -> None:
+    world.set_dataset()
+    check_identity(world.servers, tmp_path)
+    first, second = (url for _, url in world.servers.urls)
+    source = DynamothSource({"logs": f"l1={second} l2={first}", "dataset": "reports"})
+    with pytest.raises(ConfigError, match="the log server that is called l1 is l2 for the data cluster"):
+        source.schema()
 
 
 def test_an_unknown_option_of_a_stream_is_refused(driver: SparkSession, world: World) -> None:

@@ -13,6 +13,7 @@ import secrets
 from pathlib import Path
 
 from dynamoth.data.records import DATA_PREFIX
+from dynamoth.edge.log import SERVERS_KEY, servers_value
 from dynamoth.errors import ConfigError
 from dynamoth_analytics.cluster.servers import LogServers
 from dynamoth_analytics.cluster.storage.durable_files import write_text
@@ -28,6 +29,34 @@ if not found and ARGV[1] ~= '' then redis.call('SET', KEYS[1], ARGV[1]) end
 return found or ARGV[1]
 """
 """Gives a key a value, unless it has one or this is empty; returns what it has."""
+
+
+def check_ids(servers: LogServers, where: str) -> None:
+    """Raise ConfigError where brokers have other log servers. Raises LogServerFailed, too.
+
+    With other ids than theirs, a part of the records and of the logs would not be found, and nothing would say so.
+    ``where`` says what names these servers.
+    """
+    ours = servers_value(servers.ids)
+    for id_ in servers.ids:
+        theirs = servers.run(id_, (b"GET", SERVERS_KEY))
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"{where}: these are the log servers {ours.decode()!r}, and brokers have"
+                f" {theirs.decode(errors='replace')!r}, says log server {id_}. An id decides which records and logs a"
+                " server has: give the same ids and URLs as `broker.logs`"
+            )
+
+
+def check_places(servers: LogServers, where: str) -> None:
+    """Raise ConfigError where a data cluster knows a server by another id. Raises LogServerFailed, too."""
+    for id_ in servers.ids:
+        known = servers.run(id_, (b"GET", SERVER_KEY))
+        if known is not None and known != id_.encode():
+            raise ConfigError(
+                f"{where}: the log server that is called {id_} is {known.decode(errors='replace')} for the data"
+                " cluster: give the same ids and URLs as `data_cluster.logs`"
+            )
 
 
 class WrongFolder(ConfigError):

@@ -26,7 +26,7 @@ from dynamoth_analytics.cluster import outdated
 from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.dropping import end_dropped
 from dynamoth_analytics.cluster.failures import Failures, check_spark, reason_of
-from dynamoth_analytics.cluster.identity import check_identity
+from dynamoth_analytics.cluster.identity import check_identity, check_ids
 from dynamoth_analytics.cluster.interest_table import expire_interests
 from dynamoth_analytics.cluster.known import KnownQueries
 from dynamoth_analytics.cluster.phases import phases
@@ -206,8 +206,9 @@ class ClusterRunner:
     def _begin(self) -> ClusterContext:
         """Take a term that is larger than those of all data clusters before this one.
 
-        Raises WrongFolder where the folder belongs to other log servers.
+        Raises WrongFolder where the folder belongs to other log servers, and ConfigError where brokers have others.
         """
+        check_ids(self._servers, "data_cluster.logs")
         check_identity(self._servers, self._folder)
         term = self.archiver.term = self._servers.take_term(self._owner)
         make_folder(self._folder / "archive")  # the source refuses one that does not exist

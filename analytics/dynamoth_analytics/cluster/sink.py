@@ -54,6 +54,7 @@ from dynamoth.edge.interests import channel_interest
 from dynamoth.edge.log import LogOptions, append_command, log_server, parse_appended
 from dynamoth.edge.publications import LoggedPublication, pack_publication
 from dynamoth.errors import ConfigError, DynamothError, MalformedMessage
+from dynamoth_analytics.cluster.identity import check_ids
 from dynamoth_analytics.cluster.options import check_names, read_flag
 from dynamoth_analytics.cluster.publishing import ResultPublisher, publish_messages
 from dynamoth_analytics.cluster.servers import TLS_OPTIONS, LogServers, read_servers
@@ -190,7 +191,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _sink(options: Mapping[str, str], schema: StructType) -> _Sink:
-    """Read the options, and check the columns. Raises ConfigError."""
+    """Read the options, and check the columns. Raises ConfigError and LogServerFailed."""
     check_names(options, (*OPTIONS, *_SPARKS_OWN), "sink")
     ordered_by = options.get("ordered_by")
     for column in ("channel", "payload", *([ordered_by] if ordered_by else [])):
@@ -214,6 +215,8 @@ def _sink(options: Mapping[str, str], schema: StructType) -> _Sink:
     except ValueError as error:
         raise ConfigError(f"options retained, ttl_s and term are numbers: {error}") from error
     servers = read_servers(logs, durable=is_durable, options=options) if logs else None
+    if servers is not None:
+        check_ids(servers, "option logs")
     return _Sink(url, servers, ordered_by, LogOptions(retained_min, ttl_s, is_durable), term)
 
 

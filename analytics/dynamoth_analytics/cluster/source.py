@@ -52,6 +52,7 @@ from pyspark.sql.types import StructType
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.records import partition_name, partition_names
 from dynamoth.errors import ConfigError
+from dynamoth_analytics.cluster.identity import check_ids, check_places
 from dynamoth_analytics.cluster.options import check_names, read_flag, read_offsets
 from dynamoth_analytics.cluster.servers import TLS_OPTIONS, LogServers, read_servers
 from dynamoth_analytics.cluster.sink import BatchWriter, StreamWriter
@@ -137,6 +138,8 @@ class DynamothSource(DataSource):
         durable = read_flag(self.options, "durable", default=False)
         fail_on_loss = read_flag(self.options, "fail_on_loss", default=True)
         servers = read_servers(self.options.get("logs", ""), durable=durable, options=self.options)
+        check_ids(servers, "option logs")
+        check_places(servers, "option logs")
         if not (name := self.options.get("dataset")):
             raise ConfigError("option `dataset` is missing: `dynamoth dataset list` shows the names")
         dataset = servers.catalog().dataset(name)
