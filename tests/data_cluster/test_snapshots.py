@@ -212,6 +212,19 @@ def test_a_former_data_cluster_that_goes_on_changes_no_base_of_the_newer_one(
     assert len([*(tmp_path / "reports").iterdir()]) == 1
 
 
+def test_a_base_is_written_beside_one_that_is_damaged(
+    driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path
+) -> None:
+    found = KeyedSnapshots(tmp_path, {"logs": world.logs})
+    first = put(world, dataset, "a", 1)
+    found.renew(driver, dataset, {NAME: state(world)}, [])
+    (found.bases(dataset)[0].folder / "base.json").unlink()
+    last = put(world, dataset, "ab", 2)
+    found.renew(driver, dataset, {NAME: state(world)}, [])
+    assert offsets(found, dataset) == [last] != [first]
+    assert read(driver, found, dataset, last) == {"a": 2, "b": 2}
+
+
 def test_old_bases_are_deleted_also_where_no_new_one_can_be_written(
     driver: SparkSession, world: World, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

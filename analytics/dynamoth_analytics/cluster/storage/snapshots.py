@@ -153,10 +153,17 @@ class KeyedSnapshots:
 
     def bases(self, dataset: Dataset) -> list[SnapshotBase]:
         """Return the bases of a dataset, the newest first."""
-        folder = self._folder / dataset.name
-        names = sorted((each.name for each in folder.iterdir()), reverse=True) if folder.is_dir() else []
-        found = [_read_base(folder / name) for name in names if name.isdecimal()]
+        found = [_read_base(self._base_folder(dataset, number)) for number in self._numbers(dataset)]
         return [each for each in found if each is not None]
+
+    def _numbers(self, dataset: Dataset) -> list[int]:
+        """Return the numbers of the folders of bases, the largest first; one that is damaged has a number, too."""
+        folder = self._folder / dataset.name
+        names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def _base_folder(self, dataset: Dataset, number: int) -> Path:
+        return self._folder / dataset.name / f"{number:08d}"
 
     def _write(
         self, spark: SparkSession, dataset: Dataset, offsets: Mapping[str, int], options: Mapping[str, str]
@@ -165,8 +172,7 @@ class KeyedSnapshots:
         former = bases[0].offsets if bases else dict[str, int]()
         # A server that has lost its last records has lower offsets than the base, which has these records.
         own = {name: max(offset, former.get(name, 0)) for name, offset in offsets.items()}
-        number = int(bases[0].folder.name) + 1 if bases else 1
-        folder = self._folder / dataset.name / f"{number:08d}"
+        folder = self._base_folder(dataset, 1 + max(self._numbers(dataset), default=0))
         hidden = folder.with_name(f".{folder.name}-{uuid4().hex}.tmp")
         make_folder(hidden)
         try:
