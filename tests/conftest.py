@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import deque
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -42,37 +40,13 @@ def patient_subscribers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "PatternOptions", partial(PatternOptions, hold_s_max=10.0))
 
 
-LONG = ("data_cluster/test_demo_emergency.py", "docs", "data_cluster", "whole", "cli", "dependants", "bench")
-"""Tests that run processes, some for minutes: folders and files, the longest first."""
+LONG = ("whole", "bench", "cli", "dependants", "docs")
+"""Folders of tests that run processes, some for half a minute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every worker a share of the long tests, to begin with: one that begins last keeps the others waiting.
-
-    Each worker gets an equal part of the list, in order, and takes tests from the end of another's part when it has
-    none left. All tests that need Spark are in the first part, so that one session serves them.
-    """
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    spark = [item for item in items if "spark" in getattr(item, "fixturenames", ())]
-    others = [item for item in items if "spark" not in getattr(item, "fixturenames", ())]
-    long = sorted((item for item in others if _rank(item) < len(LONG)), key=_rank)
-    short = deque(item for item in others if _rank(item) == len(LONG))
-    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for number, (_, of_file) in enumerate(groupby(long, lambda item: item.path)):  # one file: they share fixtures
-        shares[-1 - number % max(workers - 1, 1)] += of_file
-    shares[0] = spark + shares[0]
-    count = len(items)
-    items.clear()
-    for number, share in enumerate(shares):
-        rest = (count - len(items)) // (workers - number) - len(share)
-        items += [*share, *(short.popleft() for _ in range(min(rest, len(short))))]
-    items += short
-
-
-def _rank(item: pytest.Item) -> int:
-    """Return the first entry of LONG that a test belongs to, by number; their number if it is none."""
-    path = item.path.relative_to(Path(__file__).parent).as_posix()
-    return next((number for number, prefix in enumerate(LONG) if path.startswith(prefix)), len(LONG))
+    """Put long tests first, so that no worker begins with one when the others have none left."""
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in LONG)
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,6 +19,16 @@ from dynamoth_analytics.session import DRIVER_OPTIONS, LOCAL_OPTIONS, LOG_FILE, 
 from tests.analytics.planted import plant, second_recording
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests that need Spark first.
+
+    The first process of several gets the first tests. Others take tests from the end of its list, so all of these run
+    there, in one session.
+    """
+    items.sort(key=lambda item: "spark" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

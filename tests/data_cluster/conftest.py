@@ -10,10 +10,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from dynamoth_analytics.cluster.source import DynamothSource
-from tests.analytics.conftest import spark
+from tests.analytics.conftest import pytest_collection_modifyitems, spark
 from tests.data_cluster.world import World
 
-__all__ = ["spark"]
+__all__ = ["pytest_collection_modifyitems", "spark"]
 
 
 @pytest.fixture(scope="session")

@@ -347,7 +347,8 @@ def test_functions_are_those_of_spark(spark: SparkSession) -> None:
     while functions.hasNext():
         name = functions.next()
         info = registry.lookupFunction(name).get()
-        names.add(name.funcName())
+        if info.getSource() == "built-in":  # other tests of this session have registered ours
+            names.add(name.funcName())
         if info.getGroup() == "agg_funcs":
             found.add(name.funcName())
     assert "any" in found

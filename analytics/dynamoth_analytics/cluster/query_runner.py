@@ -43,6 +43,7 @@ from dynamoth_analytics.cluster.context import ClusterContext
 from dynamoth_analytics.cluster.dropping import finish_dropping
 from dynamoth_analytics.cluster.executions import Executions
 from dynamoth_analytics.cluster.failures import check_spark, is_taken_over, reason_of
+from dynamoth_analytics.cluster.servers import LogServerFailed
 from dynamoth_analytics.cluster.stalls import Stall
 from dynamoth_analytics.cluster.storage.checkpoints import CheckpointBase
 from dynamoth_analytics.cluster.storage.journal import write_execution
@@ -173,6 +174,11 @@ class QueryRunner:
                 self._stream = self._start_stream()
             except (PySparkException, Py4JError) as error:
                 self._has_spark_failed = True
+                self._fail(error)
+                return
+            except LogServerFailed as error:
+                if not is_taken_over(error):
+                    raise
                 self._fail(error)
                 return
             if self._could_not_start:
