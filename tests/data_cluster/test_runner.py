@@ -284,11 +284,15 @@ def test_an_order_that_cannot_be_carried_out_holds_up_no_other_one(driver: Spark
         cluster.queries()[other].stop()
         world.servers.run(server, (b"SET", restart_key(name), b"1"))
         progress = world.servers.run(server, (b"GETSET", progress_key(name), b"damaged"))
-        with pytest.raises(DynamothError, match="progress"):
-            cluster.follow_catalog()
-        assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 1
         world.append(dataset, *reports("fire", "a"))
-        until(lambda: world.ids(interest))
+
+        def is_published() -> bool:
+            with pytest.raises(DynamothError, match="progress"):
+                cluster.follow_catalog()
+            return bool(world.ids(interest))
+
+        until(is_published)
+        assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 1
         world.servers.run(server, (b"SET", progress_key(name), progress))
         cluster.follow_catalog()
         assert world.servers.run(server, (b"EXISTS", restart_key(name))) == 0
