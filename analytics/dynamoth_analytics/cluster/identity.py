@@ -4,7 +4,8 @@ The first data cluster draws an identity for its log servers. Each of them has i
 the folder. A server that has lost it gets it again; so does a new server, and a new folder.
 
 Each server has its id, too. The id decides what is stored there: with the URLs of two servers exchanged, or with other
-ids, nobody would find what there is, and new records would be where nobody looks for them later.
+ids, nobody would find what is stored, and new records would be where nobody looks for them later. Brokers store their
+list of ids at each server, and whoever has another list is refused.
 """
 
 from __future__ import annotations
