@@ -40,6 +40,7 @@ from dynamoth_broker.candidates import bounded, choose_candidates
 from dynamoth_broker.edge_links import EdgeLinks
 from dynamoth_broker.events import BrokerAction, BrokerOptions, ConnectionId
 from dynamoth_broker.interests import InterestTable
+from dynamoth_broker.logs import Logs
 from dynamoth_broker.operators import BrokerRequests
 from dynamoth_broker.rates import Rates
 from dynamoth_broker.sessions import Session
@@ -81,6 +82,7 @@ class Controlled(Protocol):
     """What this part needs of the broker's machine."""
 
     interests: InterestTable
+    logs: Logs
     sessions: dict[ConnectionId, Session]
 
     @property

@@ -1,6 +1,6 @@
 """The definitions of datasets and queries, as a broker reads them from the catalog at the log servers.
 
-A definition is read when it is needed, and believed for ``BELIEVED_S``. Whoever asks for one that is being read waits
+A definition is read when it is needed, and believed for ``believed_s``. Whoever asks for one that is being read waits
 for the same answer. The latest version of any server counts: a server that was away may have an older one. That there
 is no definition is believed only if all servers say so: one that has lost its data knows nothing of those that others
 have. So is an older version than the one that is known: then all of them have lost it, or were restored from copies.
@@ -26,9 +26,6 @@ from dynamoth.machine.events import CommandPart, ErrorReply
 from dynamoth.protocol.wire import read_array, read_bytes
 from dynamoth_broker.events import BrokerAction
 from dynamoth_broker.logs import Logs
-
-BELIEVED_S = 5.0
-"""A broker may still go by a former definition for this time after a change."""
 
 UNKNOWN_MAX = 1000
 """Names without a definition that are remembered: users who ask for them again cost no command."""
@@ -67,9 +64,10 @@ class _Known:
 class Definitions:
     """The definitions that one broker has needed."""
 
-    def __init__(self, server_ids: Sequence[str], logs: Logs, counters: Counter[str]) -> None:
+    def __init__(self, server_ids: Sequence[str], logs: Logs, counters: Counter[str], believed_s: float) -> None:
         """Begin without any; ``logs`` and ``counters`` are shared with the owner."""
         self._ids = tuple(server_ids)
+        self._believed_s = believed_s
         self._logs = logs
         self._counters = counters
         self._known: dict[tuple[bytes, str], _Known] = {}
@@ -95,7 +93,7 @@ class Definitions:
         if not NAME.fullmatch(name):
             return [*then(None, now)]
         known = self._known.setdefault((key, name), _Known())
-        if known.read_at is not None and now < known.read_at + BELIEVED_S:
+        if known.read_at is not None and now < known.read_at + self._believed_s:
             return [*then(known.definition, now)]
         known.waiting.append(then)
         if known.unanswered:

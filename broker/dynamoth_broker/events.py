@@ -357,6 +357,8 @@ class BrokerOptions(SessionSettings):
     log: LogOptions = field(default_factory=LogOptions)
     #: Whether queries and datasets are those of the catalog at the log servers.
     has_data_cluster: bool = False
+    #: A broker may still go by a former definition for this time after a change.
+    believed_s: float = 5.0
     #: Other brokers, for users who come when this one is full, drained or gone.
     alternates: tuple[str, ...] = ()
     #: A user waits this long for the server of a log.

@@ -167,6 +167,11 @@ class Logs:
         """The log servers that answer but refuse commands, and why, with the cure."""
         return {id_: server.refusal for id_, server in self._servers.items() if server.refusal}
 
+    @property
+    def unusable(self) -> dict[str, str]:
+        """The log servers that do not answer or refuse commands, and why."""
+        return {**self.faults, **self.refusals}
+
     def start(self) -> list[BrokerAction]:
         """Connect to all log servers."""
         return [Connect(LINK_PREFIX + id_, server.url) for id_, server in self._servers.items()]

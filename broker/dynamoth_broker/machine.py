@@ -119,7 +119,7 @@ class BrokerMachine:
         self.queries: Queries | None = None
         self.records: Records | None = None
         if options.has_data_cluster:
-            definitions = Definitions(tuple(options.logs), self.logs, self.counters)
+            definitions = Definitions(tuple(options.logs), self.logs, self.counters, options.believed_s)
             self.queries = Queries(options, definitions, self.logs, self._delivery, self.interests, *shared)
             self.records = Records(definitions, self.logs, tuple(options.logs), unix_offset, self.counters)
         self._subscribing = Subscribing(

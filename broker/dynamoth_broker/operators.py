@@ -84,6 +84,7 @@ class BrokerRequests:
             "history_hash": report.history_hash,
             "presence_hash": report.presence_hash,
             "unreachable": control.faults,
+            "unusable_logs": self._broker.logs.unusable,
         }
 
     def _drain(self, arguments: Mapping[str, Any], now: float) -> tuple[dict[str, Any], list[BrokerAction]]:

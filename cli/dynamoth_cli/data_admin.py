@@ -229,8 +229,11 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> Regi
             check_change(before, dataset)
         elif before is not None:
             await _check_types(links, before, dataset)
+            warnings += _has_to_be_loaded(before, dataset)
         elif stored.version and stored.definition is None and not force:
             await _check_unused(links, dataset)
+        elif stored.former is not None:
+            await _check_types(links, read_dataset(dataset.name, stored.former), dataset)
         new = replace(dataset, version=stored.version, loaded=stored.version if before is None else before.loaded)
         outcomes.append(_outcome("dataset", new, before))
         if new != before:
@@ -336,6 +339,14 @@ async def _check_types(links: DataLinks, before: Dataset, after: Dataset) -> Non
             )
 
 
+def _has_to_be_loaded(before: Dataset, after: Dataset) -> list[str]:
+    """Return a warning if the records of a static dataset do not fit its new definition."""
+    types = [(field.name, field.type) for field in before.fields]
+    if after.kind != "static" or not before.loaded or types == [(field.name, field.type) for field in after.fields]:
+        return []
+    return [f"dataset {after.name}: load it again, as its records have other fields: until then, its queries fail"]
+
+
 async def _begin_load(links: DataLinks, dataset: Dataset) -> None:
     """Have a static dataset that was dropped begin without records: what was loaded before does not come back."""
     if dataset.kind != "static" or not dataset.loaded:
@@ -372,11 +383,12 @@ async def drop(links: DataLinks, name: str, *, is_query: bool) -> int:
         users = [query.name for query in catalog.queries.values() if name in query.datasets]
         if users:
             raise ConfigError(f"dataset {name!r} is used by the query {users[0]!r}: drop that first")
-    await put_entry(links, QUERIES_KEY if is_query else DATASETS_KEY, name, Entry(stored.version + 1, None))
+    dropped = Entry(stored.version + 1, None, stored.definition)
+    await put_entry(links, QUERIES_KEY if is_query else DATASETS_KEY, name, dropped)
     dataset = None if is_query else catalog.datasets.get(name)
     if dataset is not None and dataset.kind == "static":
         await forget_load(links, dataset)
-    return stored.version + 1
+    return dropped.version
 
 
 def find_dataset(catalog: Catalog, name: str) -> Dataset:

@@ -2,7 +2,7 @@
 
 Each definition has a version. A server keeps the highest one that it has seen, and a reader of several servers takes
 the highest of all. So a server that was away when a definition changed does no harm, and the data cluster brings it up
-to date. What is dropped stays as a version without a definition.
+to date. What is dropped stays as a version, with the definition that it had.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from dynamoth.data.queries import StandingQuery, read_query, write_query
 from dynamoth.data.records import DATA_PREFIX
 from dynamoth.errors import ConfigError, MalformedMessage
 from dynamoth.machine.events import CommandPart
-from dynamoth.protocol.wire import parser, read_array, read_bytes
+from dynamoth.protocol.wire import parser, read_array, read_bytes, read_text_map
 
 DATASETS_KEY = DATA_PREFIX + b"datasets"
 """Hash at every log server: definitions of datasets by name."""
 QUERIES_KEY = DATA_PREFIX + b"queries"
 """Hash at every log server: definitions of standing queries by name."""
+
+_DROPPED = "dropped"
+"""In place of a definition that was dropped, an object has it under this name."""
 
 PUT_SCRIPT = b"""local stored = redis.call('HGET', KEYS[1], ARGV[1])
 if stored and tonumber(string.match(stored, '^%d+') or '0') >= tonumber(ARGV[2]) then return stored end
@@ -39,6 +42,8 @@ class Entry:
 
     version: int
     definition: Mapping[str, Any] | None
+    #: The definition that was dropped; None where it was not, or is not known.
+    former: Mapping[str, Any] | None = None
     #: Why it cannot be read; empty: it can.
     fault: str = ""
 
@@ -49,7 +54,8 @@ class Catalog:
 
     datasets: dict[str, Dataset] = field(default_factory=dict[str, Dataset])
     queries: dict[str, StandingQuery] = field(default_factory=dict[str, StandingQuery])
-    dropped_queries: set[str] = field(default_factory=set[str])
+    #: The versions of the entries of queries that were dropped, by name.
+    dropped_queries: dict[str, int] = field(default_factory=dict[str, int])
     #: Why definitions cannot be read, by name.
     dataset_faults: dict[str, str] = field(default_factory=dict[str, str])
     query_faults: dict[str, str] = field(default_factory=dict[str, str])
@@ -73,19 +79,22 @@ def stored_value(entry: Entry) -> bytes:
 
 
 def _text_of(entry: Entry) -> bytes:
-    if entry.definition is None:
-        return b""
-    return json.dumps(entry.definition, ensure_ascii=False, separators=(",", ":")).encode()
+    definition = entry.definition
+    if definition is None and entry.former is not None:
+        definition = {_DROPPED: entry.former}
+    return b"" if definition is None else json.dumps(definition, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 @parser("an entry of the catalog")
 def parse_entry(value: bytes) -> Entry:
     """Read the value of one field. Raises MalformedMessage."""
     version, _, text = value.partition(b" ")
-    definition: Any = json.loads(text) if text else None
-    if definition is not None and not isinstance(definition, dict):
-        raise MalformedMessage("a definition is a JSON object")
-    return Entry(int(version), definition)  # pyright: ignore[reportUnknownArgumentType]
+    if not text:
+        return Entry(int(version), None)
+    definition = read_text_map(json.loads(text))
+    if _DROPPED in definition:
+        return Entry(int(version), None, read_text_map(definition[_DROPPED]))
+    return Entry(int(version), definition)
 
 
 @parser("the catalog")
@@ -107,7 +116,7 @@ def _entry(value: bytes) -> Entry:
         return parse_entry(value)
     except MalformedMessage as error:
         version = re.match(rb"\d*", value)  # as the script reads it
-        return Entry(int(version[0] or 0) if version else 0, None, str(error))
+        return Entry(int(version[0] or 0) if version else 0, None, fault=str(error))
 
 
 def merged(copies: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
@@ -136,7 +145,7 @@ def catalog_of(datasets: Mapping[str, Entry], queries: Mapping[str, Entry]) -> C
     for name, entry in queries.items():
         try:
             if (definition := _definition(entry)) is None:
-                catalog.dropped_queries.add(name)
+                catalog.dropped_queries[name] = entry.version
             else:
                 catalog.queries[name] = read_query(name, definition)
         except ConfigError as error:

@@ -82,9 +82,14 @@ class Progress:
     execution: int
     window: Window
     is_done: bool
-    #: Whether the query was dropped. The last publication of its users has a number as an execution has; once all of
-    #: their logs have it, this is done.
-    is_dropped: bool = False
+    #: The version of the catalog's entry that says that the query was dropped; 0: it was not. The last publication of
+    #: its users has a number as an execution has; once all of their logs have it, this is done.
+    dropped_version: int = 0
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the query was dropped."""
+        return self.dropped_version > 0
 
     @property
     def step(self) -> int:
@@ -239,7 +244,7 @@ def restart_key(query: str) -> bytes:
 def latest_progress(copies: Iterable[Progress | None]) -> Progress | None:
     """Return the latest of the copies of a query's progress; None: no server has any."""
     known = [each for each in copies if each is not None]
-    return max(known, key=lambda each: (each.execution, each.is_done, each.is_dropped), default=None)
+    return max(known, key=lambda each: (each.execution, each.is_done, each.dropped_version), default=None)
 
 
 def begin_key(query: str) -> bytes:
@@ -304,7 +309,7 @@ def _as_text(progress: Progress) -> bytes:
         "start": progress.window.start,
         "end": progress.window.end,
         "done": progress.is_done,
-        "dropped": progress.is_dropped,
+        "dropped_version": progress.dropped_version,
     }
     return json.dumps(values, separators=(",", ":")).encode()
 
@@ -316,7 +321,7 @@ def parse_progress(reply: Any) -> Progress | None:
         return None
     values = json.loads(read_bytes(reply))
     window = Window(values["start"], values["end"])
-    return Progress(int(values["execution"]), window, bool(values["done"]), bool(values.get("dropped")))
+    return Progress(int(values["execution"]), window, bool(values["done"]), int(values.get("dropped_version", 0)))
 
 
 # Status, for people.

@@ -421,6 +421,7 @@ def test_status_shows_what_the_broker_is(broker: Harness) -> None:
     expected = {"role": "broker", "broker": "b1", "url": HERE, "sessions": 1, "interests": 1, "draining": False}
     assert expected.items() <= status.items()
     assert (status["coordinated"], status["alternates"], status["unreachable"]) == (False, [ELSEWHERE], {})
+    assert status["unusable_logs"] == {}, "there are none"
 
 
 def test_drain_and_undrain(broker: Harness) -> None:

@@ -28,7 +28,7 @@ from dynamoth.edge.interests import channel_interest, query_interest
 from dynamoth.edge.log import FENCED
 from dynamoth.edge.publications import LoggedPublication, Position, pack_publication
 from dynamoth.machine.events import ErrorReply, LinkDown, Replied, Send
-from dynamoth_broker.definitions import BELIEVED_S, UNKNOWN_MAX
+from dynamoth_broker.definitions import UNKNOWN_MAX
 from dynamoth_broker.events import (
     ChannelConfirmed,
     Closed,
@@ -148,7 +148,7 @@ def test_an_unknown_query_is_asked_for_again_when_what_is_known_is_old() -> None
     [refusal, _] = frames(defined(broker, ask, None), 1)
     assert (refusal.code, refusal.retry) == ("unknown_query", "never")
     assert asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY) == []
-    broker.pass_time(BELIEVED_S)
+    broker.pass_time(OPTIONS.believed_s)
     assert asked(broker.open(3, REQUEST, grant=ANN), QUERIES_KEY) != []
 
 
@@ -184,7 +184,7 @@ def test_a_definition_that_all_servers_have_lost_is_not_believed_any_more(is_res
     broker = Broker(OPTIONS)
     [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
     defined(broker, ask, replace(NEAR, version=3))
-    broker.pass_time(BELIEVED_S)
+    broker.pass_time(OPTIONS.believed_s)
     [ask] = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
     older = replace(NEAR, version=2, parameters=(Parameter("name", "string"),), bind=()) if is_restored else None
     [refusal, _] = frames(defined(broker, ask, older), 2)
@@ -196,7 +196,7 @@ def test_a_known_query_is_served_while_a_server_is_away() -> None:
     broker = Broker(replace(OPTIONS, logs={"l1": "redis://l1:6379", "l2": "redis://l2:6379"}))
     [ask] = asked(broker.open(1, REQUEST, grant=ANN), QUERIES_KEY)
     defined(broker, ask, NEAR)
-    broker.pass_time(BELIEVED_S)
+    broker.pass_time(OPTIONS.believed_s)
     [ask] = asked(broker.open(2, REQUEST, grant=ANN), QUERIES_KEY)
     assert not any(isinstance(frame, Error) for frame in frames(defined(broker, ask, None), 2))
 
@@ -357,7 +357,7 @@ def test_a_record_without_an_answer_may_be_stored() -> None:
     assert refusal.message == "the log server of this record does not answer: nothing is stored"
     counters = broker.broker.counters
     assert (counters["records_unknown_outcome"], counters["records_log_unavailable"]) == (1, 1)
-    broker.now += BELIEVED_S
+    broker.now += OPTIONS.believed_s
     [refusal] = frames(publish(broker, 9, {"id": "d", "n": 1}), 1)
     assert (refusal.code, counters["records_log_unavailable"]) == ("log_unavailable", 2), "nobody knows the dataset"
 
@@ -457,7 +457,7 @@ def test_a_name_that_is_asked_for_again_is_not_forgotten_meanwhile() -> None:
     posted = RecordsPosted("request", "later", [b'{"id": "a", "n": 1}'], ANN)
     [question] = asked(broker.tell(posted), DATASETS_KEY)
     defined(broker, question, None)
-    broker.pass_time(BELIEVED_S)
+    broker.pass_time(OPTIONS.believed_s)
     [again] = asked(broker.tell(posted), DATASETS_KEY)
     for number in range(UNKNOWN_MAX + 1):
         [question] = asked(broker.tell(RecordsPosted("other", f"n{number}", [b"{}"], ANN)), DATASETS_KEY)

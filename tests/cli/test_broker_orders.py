@@ -39,7 +39,13 @@ NO_TROUBLE: dict[str, Any] = {"ambiguous": [], "differing": {}}
 
 
 def test_a_status_for_people() -> None:
-    draining = {**BROKER, "draining": True, "url": "", "unreachable": {"s2": "refused"}}
+    draining = {
+        **BROKER,
+        "draining": True,
+        "url": "",
+        "unreachable": {"s2": "refused"},
+        "unusable_logs": {"l1": "full"},
+    }
     paused = {**COORDINATOR, "paused": True, "unreachable": {"s1": "gone"}}
     brokers = {"b1": BROKER, "longer": draining}
     status = {"brokers": brokers, "coordinators": [paused], "coordinator": paused, "silent": 1, **NO_TROUBLE}
@@ -47,6 +53,7 @@ def test_a_status_for_people() -> None:
         "b1      2 users, 1 interest, load ratio 0.250, open  wss://b1",
         "longer  2 users, 1 interest, load ratio 0.250, draining  no URL: set broker.url",
         "        cannot use server s2: refused",
+        "        cannot use log server l1: full",
         "coordinator host, process 1 acts, paused: 1 user moved",
         "  cannot use server s1: gone",
         "1 more did not answer",

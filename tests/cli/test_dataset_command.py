@@ -159,6 +159,21 @@ def test_a_field_with_records_keeps_its_type_even_with_force(console: Console) -
     assert console.json("dataset", "show", "reports")["version"] == 1
     without = DEFINITIONS.replace('size = "int?", ', "").replace('id = "id"', 'id = "id"\nlate_s = 0')
     assert "reports: changed, version 2" in console.set(without, "--force")
+    console.run("query", "drop", "of_type")
+    console.run("dataset", "drop", "reports")
+    said = console.set(changed.replace('id = "string"', 'id = "int"'), "--force", code=EXIT_REFUSED)
+    assert "with the field 'id' of type string, which cannot become int" in said, "nor where it was dropped"
+
+
+def test_a_static_dataset_with_other_fields_has_to_be_loaded_again(console: Console) -> None:
+    console.set()
+    other = DEFINITIONS.replace(
+        'fields = { id = "string", type = "string" }', 'fields = { id = "int", type = "string" }'
+    )
+    assert "load it again" not in console.set(other, "--force"), "it has no records"
+    console.set(DEFINITIONS, "--force")
+    assert "1 stored" in console.run("dataset", "load", "shelters", console.write(fire(1), "one.jsonl"))
+    assert "dataset shelters: load it again" in console.set(other, "--force")
 
 
 @pytest.mark.parametrize(
@@ -461,16 +476,16 @@ def test_query_list_asks_for_a_data_cluster_where_records_wait_for_one(console: 
     def listed(status: QueryStatus) -> str:
         console.of_query("of_type", *store_status_command("of_type", status, 1))
         listed = console.run("query", "list")
-        assert ("running?" in listed) == ("running?" in console.run("query", "show", "of_type"))
+        assert ("run?" in listed) == ("run?" in console.run("query", "show", "of_type"))
         return listed
 
     old = QueryStatus(execution=20, ended_ms=now - 180_000)
     assert "execution 20 3 min ago" in listed(old)
-    assert "running?" not in listed(old), "there was nothing to execute"
+    assert "run?" not in listed(old), "there was nothing to execute"
     console.run("dataset", "load", "reports", console.write(f"{fire(1)}\n{fire(2)}", "two.jsonl"))
-    assert "2 records wait: is `dynamoth data-cluster` running?" in listed(old)
-    assert "running?" not in listed(QueryStatus(execution=20, ended_ms=now))
-    assert "not executed yet; 2 records wait: is" in listed(QueryStatus(since_ms=now - 180_000))
+    assert "2 records wait: does `dynamoth data-cluster` run?" in listed(old)
+    assert "run?" not in listed(QueryStatus(execution=20, ended_ms=now))
+    assert "not executed yet; 2 records wait: does" in listed(QueryStatus(since_ms=now - 180_000))
     assert "every 10 s" in listed(old)
     console.set(DEFINITIONS.replace("period_s = 10", "period_s = 0"))
     assert "every" not in listed(old) and " continuous " in listed(old)

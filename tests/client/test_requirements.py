@@ -125,3 +125,9 @@ def test_a_command_names_the_extra_that_it_needs(packages: Path, name: str) -> N
     else:
         assert done.returncode == 2
         assert f"install the extra '{extra}' (pip install '.[{extra}]' in a checkout)" in done.stderr
+
+
+def test_the_client_of_end_users_names_the_extra_that_it_needs(packages: Path) -> None:
+    done = run(packages, "from dynamoth_user import Interest, Client")
+    assert done.returncode == 1
+    assert "ImportError: dynamoth_user.Client needs websockets: install the extra 'user'" in done.stderr

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamoth.data.catalog import Catalog, Entry, catalog_of, entry_of, merged, parse_entries, parse_entry
+from dynamoth.data.catalog import (
+    Catalog,
+    Entry,
+    catalog_of,
+    entry_of,
+    merged,
+    parse_entries,
+    parse_entry,
+    stored_value,
+)
 from dynamoth.data.datasets import (
     SHOWN_RECORD_BYTES,
     BadRecord,
@@ -230,10 +239,18 @@ def test_a_definition_that_cannot_be_read_harms_no_other_one() -> None:
     assert "kind is one of" in catalog.dataset_faults["bad"]
 
 
-@pytest.mark.parametrize("value", [b"", b"x", b"1 [", b"1 [1]", b"{}"])
+@pytest.mark.parametrize("value", [b"", b"x", b"1 [", b"1 [1]", b"{}", b'1 {"dropped":1}'])
 def test_a_malformed_entry_is_recognized(value: bytes) -> None:
     with pytest.raises(MalformedMessage):
         parse_entry(value)
+
+
+def test_what_is_dropped_has_its_former_definition() -> None:
+    former = entry_of(read_dataset("reports", GOOD)).definition
+    dropped = Entry(2, None, former)
+    assert parse_entry(stored_value(dropped)) == dropped
+    catalog = catalog_of({"reports": dropped}, {"near": dropped})
+    assert (catalog.datasets, catalog.queries, catalog.dropped_queries) == ({}, {}, {"near": 2})
 
 
 def test_a_malformed_entry_harms_no_other_one_and_another_server_may_have_it() -> None:

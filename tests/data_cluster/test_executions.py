@@ -300,7 +300,7 @@ def test_a_dropped_query_says_so_once_and_can_come_back(driver: SparkSession, wo
         until(lambda: runner.status.execution, runner)
     logs = world.log_keys()
     for _ in range(2):
-        end_dropped(context, "of_type")
+        end_dropped(context, "of_type", 2)
     assert world.log_keys() == logs, "nothing is published besides"
     dropped = world.log(interest)[-1]
     assert dropped.pop("until") > world.log(interest)[0]["until"]
@@ -309,14 +309,16 @@ def test_a_dropped_query_says_so_once_and_can_come_back(driver: SparkSession, wo
     status = world.status("of_type")
     assert status is not None
     assert status.state == "dropped"
+    end_dropped(context, "of_type", 4)  # it was registered and dropped again, before any execution
+    assert [each.get("dropped") for each in world.log(interest)] == [None, True, True]
     world.append(dataset, *reports("fire", "unseen"))
-    back = world.runner(context, replace(query, version=3), dataset)
+    back = world.runner(context, replace(query, version=5), dataset)
     with running(back):
         until(lambda: (world.folder / "checkpoints" / "of_type" / "base.json").exists(), back)
         world.append(dataset, *reports("fire", "b"))
-        until(lambda: len(world.log(interest)) == 3, back)
+        until(lambda: len(world.log(interest)) == 4, back)
     last = world.log(interest)[-1]
-    assert (last["version"], last["execution"], last["rows"]) == (3, 3, [{"id": "b", "size": 1}])
+    assert (last["version"], last["execution"], last["rows"]) == (5, 4, [{"id": "b", "size": 1}])
 
 
 @pytest.mark.parametrize("ended_late", [False, True])
@@ -329,13 +331,13 @@ def test_a_query_that_comes_back_misses_no_record_behind_its_registration(
     context = world.context(driver)
     world.append(dataset, *reports("fire", "before"))
     if not ended_late:
-        end_dropped(context, "of_type")
+        end_dropped(context, "of_type", 2)
     tips = world.servers.tips({"reports": dataset.partitions})
     server = query_server("of_type", world.servers.ids)
     world.servers.run(server, begin_again_command("of_type", {"tick_ms": 0, "offsets": tips}))
     world.append(dataset, *reports("fire", "seen"))
     if ended_late:
-        end_dropped(context, "of_type")
+        end_dropped(context, "of_type", 2)
     back = world.runner(context, replace(query, version=3), dataset)
     with running(back):
         until(lambda: world.ids(interest), back)
@@ -352,7 +354,7 @@ def test_a_query_that_comes_back_before_all_logs_have_its_end_loses_no_result_se
     context = replace(world.context(driver), append_retry_s=0.0)
     world.servers.run("l2", (b"CONFIG", b"SET", b"min-replicas-to-write", b"1"))  # it stores nothing
     with pytest.raises(LogServerFailed, match="NOREPLICAS"):
-        end_dropped(context, "of_type")
+        end_dropped(context, "of_type", 2)
     world.servers.run("l2", (b"CONFIG", b"SET", b"min-replicas-to-write", b"0"))
     back = world.runner(context, replace(query, version=3), dataset)
     with running(back):
@@ -381,6 +383,21 @@ def test_interests_that_do_not_fit_a_changed_query_get_a_last_result(
         until(lambda: len(world.ids(new)) == 2, runner)
     [last] = world.log(old)
     assert (last["version"], "'least' is missing" in last["error"]) == (2, True)
+
+
+def test_a_query_that_is_stopped_in_its_first_batch_goes_on_without_a_failure(
+    driver: SparkSession, world: World
+) -> None:
+    dataset, query = world.set_dataset(), world.set_query()
+    interest = world.register("of_type", {"type": "fire"})
+    runner = world.runner(world.context(driver), query, dataset)
+    with running(runner):
+        for _ in range(2):
+            until(lambda: runner._window_start is not None, runner)  # pyright: ignore[reportPrivateUsage]
+            runner.stop()
+        world.append(dataset, *reports("fire", "a"))
+        until(lambda: world.ids(interest), runner)
+    assert "failures" not in runner.status.counts
 
 
 def test_an_operator_can_have_a_query_go_on_behind_everything(driver: SparkSession, world: World) -> None:

@@ -30,8 +30,8 @@ def offsets(number: int) -> WindowEnd:
     return {"tick_ms": 1000 * number, "offsets": {"reports/0": number}}
 
 
-def progress(execution: int, *, is_done: bool = True, is_dropped: bool = False) -> Progress:
-    return Progress(execution, Window(offsets(execution - 1), offsets(execution)), is_done, is_dropped)
+def progress(execution: int, *, is_done: bool = True, dropped_version: int = 0) -> Progress:
+    return Progress(execution, Window(offsets(execution - 1), offsets(execution)), is_done, dropped_version)
 
 
 def checkpoint(base: int, last: int, committed: int | None = None) -> Checkpoint:
@@ -53,7 +53,7 @@ NOW_MS = 1_790_000_000_500
     [
         (progress(7), None, Continuation(7, offsets(7))),
         (progress(7, is_done=False), None, Continuation(6, offsets(6), offsets(7))),
-        (progress(7, is_dropped=True), None, Continuation(7)),
+        (progress(7, dropped_version=2), None, Continuation(7)),
         # The checkpoint goes on where it stands.
         (None, checkpoint(0, 0), KEEP),
         (None, checkpoint(0, 5), KEEP),
@@ -74,9 +74,9 @@ NOW_MS = 1_790_000_000_500
         (progress(7), with_end(checkpoint(3, 7), 8, offsets(6)), Continuation(7, offsets(7))),
         (progress(7), with_end(checkpoint(3, 7), 8, offsets(7)), Continuation(7, offsets(7))),
         # The query was dropped, and comes back: a checkpoint of before is none, and the one of after is.
-        (progress(7, is_dropped=True), checkpoint(3, 6), Continuation(7)),
-        (progress(7, is_dropped=True), checkpoint(7, 7), KEEP),
-        (progress(7, is_dropped=True), checkpoint(7, 8, committed=7), KEEP),
+        (progress(7, dropped_version=2), checkpoint(3, 6), Continuation(7)),
+        (progress(7, dropped_version=2), checkpoint(7, 7), KEEP),
+        (progress(7, dropped_version=2), checkpoint(7, 8, committed=7), KEEP),
     ],
 )
 def test_where_a_query_goes_on(
@@ -162,7 +162,7 @@ def test_whatever_dies_each_window_is_executed_once_more_at_most(data: st.DataOb
 
 
 def test_what_is_stored_is_read() -> None:
-    dropped = progress(4, is_dropped=True)
+    dropped = progress(4, dropped_version=2)
     for each in (progress(3), progress(3, is_done=False), dropped, replace(dropped, is_done=False)):
         text = store_progress_command("nearby", each, 5)[-2]
         assert parse_progress(text) == each

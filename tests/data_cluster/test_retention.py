@@ -65,7 +65,7 @@ def test_a_query_needs_the_window_that_it_may_repeat(tmp_path: Path) -> None:
     assert floors(tmp_path, {"all": done, "near": failing})["reports/0"] == 10
     assert floors(tmp_path, {"all": done}, {"all": checkpoint})["reports/0"] == 7
     assert floors(tmp_path, {}, {"all": replace(checkpoint, committed=0)})["reports/0"] == 0
-    assert floors(tmp_path, {"all": replace(done, is_dropped=True)})["reports/0"] == NOBODY
+    assert floors(tmp_path, {"all": replace(done, dropped_version=2)})["reports/0"] == NOBODY
     assert floors(tmp_path, {"all": done})["reports_dead/0"] == NOBODY
     assert floors(tmp_path, {"odd": failing, "all": done}, query_faults={"odd": "why"})["reports/0"] == 10
     assert "shelters@0/0" not in floors(tmp_path, {})

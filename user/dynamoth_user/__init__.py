@@ -66,4 +66,12 @@ def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "websockets":
+            raise
+        raise ImportError(
+            f"dynamoth_user.{name} needs websockets: install the extra 'user' (pip install '.[user]' in a checkout)",
+            name=error.name,
+        ) from error

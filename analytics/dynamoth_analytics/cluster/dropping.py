@@ -27,18 +27,22 @@ RETAINED_MAX = 10**7
 _log = logging.getLogger("dynamoth.data-cluster")
 
 
-def end_dropped(context: ClusterContext, name: str) -> None:
+def end_dropped(context: ClusterContext, name: str, dropped_version: int) -> None:
     """Publish to the interests of a dropped query that it was dropped, unless that is done.
+
+    ``dropped_version`` is that of the catalog's entry: a query that was registered again meanwhile, and dropped before
+    its first execution, has two of them.
 
     Raises LogServerFailed and OSError; call it again then. Raises TakenOver, too.
     """
     progress = context.progress(name)
-    if progress is not None and progress.is_dropped and progress.is_done:
+    is_stored = progress is not None and progress.dropped_version >= dropped_version
+    if progress is not None and is_stored and progress.is_done:
         return
     now_ms = int(time.time() * 1000)
-    if progress is None or not progress.is_dropped:
+    if progress is None or not is_stored:
         end: WindowEnd = progress.window.end if progress else {"tick_ms": 0, "offsets": {}}
-        progress = replace(give_up(progress, None, end, now_ms), is_done=False, is_dropped=True)
+        progress = replace(give_up(progress, None, end, now_ms), is_done=False, dropped_version=dropped_version)
         context.store_progress(name, progress, follows=False)
     status = context.status(name) or QueryStatus()
     _publish(context, name, status.version, progress)

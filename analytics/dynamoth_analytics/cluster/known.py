@@ -24,7 +24,7 @@ class KnownQueries:
         A query that was dropped stays in the catalog as such.
         """
         self._names |= catalog.queries.keys()
-        lost = self._names - catalog.queries.keys() - catalog.dropped_queries - catalog.query_faults.keys()
+        lost = self._names - catalog.queries.keys() - catalog.dropped_queries.keys() - catalog.query_faults.keys()
         if lost:
             names = ", ".join(sorted(lost))
             raise DefinitionsLost(

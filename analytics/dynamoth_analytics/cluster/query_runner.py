@@ -256,6 +256,7 @@ class QueryRunner:
         self._base, self._error, self._has_spark_failed = base.execution, None, False
         self._window_start = None
         self._stopping.clear()
+        self._checkpoint.forget_first_batch()
         batches = self._context.spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 1).load()
         writer = batches.writeStream.queryName(self.query.name).foreachBatch(self._execute)
         writer = writer.option("checkpointLocation", str(self._checkpoint.spark_folder))
@@ -282,7 +283,10 @@ class QueryRunner:
             self._context.store_progress(name, progress)  # a process that died may have stored it at some servers only
         self._progress = progress
         if self._has_spark_failed:
-            _log.warning("query %s: Spark has failed, maybe as it cannot read its files: they are made again", name)
+            _log.warning(
+                "query %s: Spark has failed outside of an execution, maybe as it cannot read or write its files: they"
+                " are made again", name,
+            )  # fmt: skip
         is_same = not self._has_spark_failed and (base is None or sorted(base.datasets) == datasets)
         begin = resumption(progress, checkpoint, reads_the_same=is_same)
         if begin is None:

@@ -79,10 +79,10 @@ class ClusterRunner:
         #: The highest counts of queries, by name, also of those that do not run any more.
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._known = KnownQueries()
-        #: Dropped queries whose users got their last publication.
-        self._ended: set[str] = set()
-        #: When this process has found that a query was dropped, by its name.
-        self._dropped_at: dict[str, float] = {}
+        #: The versions of dropped queries whose users got their last publication, by name.
+        self._ended: dict[str, int] = {}
+        #: When this process has found that a query was dropped, by its name and that version.
+        self._dropped_at: dict[tuple[str, int], float] = {}
         #: Locked while queries are started and stopped.
         self._changing = threading.Lock()
         self._is_stopping = False
@@ -260,19 +260,18 @@ class ClusterRunner:
     def _end_dropped(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
         """Publish to the users of dropped queries that they were dropped, when brokers know that, too."""
         now = time.monotonic()
-        self._dropped_at = {name: self._dropped_at.get(name, now) for name in catalog.dropped_queries}
-        for name in catalog.dropped_queries - self._ended:
-            if now < self._dropped_at[name] + outdated.BROKERS_KNOW_S:
+        self._dropped_at = {each: self._dropped_at.get(each, now) for each in catalog.dropped_queries.items()}
+        for name, version in catalog.dropped_queries.items():
+            if self._ended.get(name) == version or now < self._dropped_at[name, version] + outdated.BROKERS_KNOW_S:
                 continue
             with failures.kept():
-                end_dropped(context, name)
-                self._ended.add(name)
+                end_dropped(context, name, version)
+                self._ended[name] = version
 
     def _start_missing(self, context: ClusterContext, catalog: Catalog, failures: Failures) -> None:
         """Make runners for queries that have none. One that cannot be executed harms no other."""
         spread = phases({name: query.period_s for name, query in catalog.queries.items()})
         for name, query in catalog.queries.items():
-            self._ended.discard(name)
             unreadable = {each: catalog.dataset_faults.get(each, "") for each in query.datasets}
             definitions = (query, _datasets(catalog, query), unreadable)
             if name in self._runners or _is_same(self._refused_definitions.get(name), definitions):

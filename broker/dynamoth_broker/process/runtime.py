@@ -235,8 +235,7 @@ class BrokerProcess(DaemonProcess[BrokerAction]):
         unreachable = self._machine.control.faults
         if unreachable and len(unreachable) == len(self._config.options.control):
             return "no server of the cluster can be reached: " + "; ".join(map(with_cure, unreachable.values()))
-        logs = self._machine.logs
-        faults = [f"log server {id_}: {fault}" for id_, fault in [*logs.faults.items(), *logs.refusals.items()]]
+        faults = [f"log server {id_}: {fault}" for id_, fault in self._machine.logs.unusable.items()]
         if self._tokens.fault:
             faults.append(self._tokens.fault)
         return "\n".join(faults) or None

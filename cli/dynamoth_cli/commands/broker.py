@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ssl
+import time
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from dynamoth_broker.events import BrokerOptions
 from dynamoth_broker.process.handshake import PATH
 from dynamoth_broker.process.runtime import BrokerConfig
 from dynamoth_broker.process.runtime import run as run_broker
+from dynamoth_broker.process.tokens import Tokens
 from dynamoth_cli.commands.broker_orders import add_orders, run_order
 from dynamoth_cli.settings import add_settings, cluster_servers, cluster_url, link_options, run_daemon
 from dynamoth_client.asyncio import Redis
@@ -65,6 +67,7 @@ def broker_config(loaded: LoadedConfig) -> BrokerConfig:
         raise ConfigError("broker.data_cluster: datasets and queries are kept at log servers: give broker.logs")
     link = link_options(loaded, CLIENT_NAME, tuple(logs.values()))
     servers = cluster_servers(loaded)
+    Tokens(broker.token_keys_file, anonymous=broker.anonymous, now=time.monotonic)  # checks the file
     options = BrokerOptions(
         **values_of(SessionSettings, broker),
         id=broker.id,

@@ -127,6 +127,8 @@ def describe_status(status: Mapping[str, Any]) -> Iterator[str]:
         )
         for server, fault in broker["unreachable"].items():
             yield f"{'':{width}}  cannot use server {server}: {fault}"
+        for server, fault in broker.get("unusable_logs", {}).items():  # older brokers do not say it
+            yield f"{'':{width}}  cannot use log server {server}: {fault}"
     for each in status["coordinators"]:
         leads = "acts" if each["leading"] else "waits"
         paused = ", paused" if each["paused"] else ""

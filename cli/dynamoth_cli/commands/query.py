@@ -37,7 +37,7 @@ QUIET_S = 60.0
 QUIET_PERIODS = 3
 """A query that was not executed for both of these, though records wait, may have no data cluster."""
 
-_IS_IT_RUNNING = "is `dynamoth data-cluster` running?"
+_IS_IT_RUNNING = "does `dynamoth data-cluster` run? If so, its log says why they wait"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -138,7 +138,8 @@ class Play:
                 raise TooSlow(f"after {PATIENCE_S:g} s the data cluster is still behind: {described(waiting)}")
             self._pause(SHOW_S)
             self._show()
-            say(f"{'':7}  waiting for the data cluster: {len(waiting)} queries, {max(waiting.values()):,} records")
+            queries, records = f"{len(waiting)} of {len(self._queries)} queries", f"{max(waiting.values()):,} records"
+            say(f"{'':7}  waiting for the data cluster: {queries} are behind, by up to {records}")
         self._note_recovery()
 
     def _wait_for_execution(self) -> None:

@@ -15,10 +15,13 @@ name, and at what users receive. ``Violation.guarantee`` is one of these:
 * D4, one window: the windows of a query follow each other, and each acknowledged record is in one.
 * D5, nothing else: a result set has records that match, and none of a window that was sealed before the interest was
   asked for. A new user gets none of an execution that was done ``LATE_S`` before it asked.
+* D6, users know: who was confirmed when a query was dropped gets a publication that says so, if the data cluster has
+  ended the query.
 
 A record that its server has lost is due to nobody, where ``records_may_be_lost``. Nor is one of a window that was
-skipped: where records that were executed are lost, an operator has the query go on behind what there is. Gaps are
-allowed where ``gaps_allowed``, and for who was away for longer than interests are kept, until :meth:`calm`.
+skipped: where records that were executed are lost, an operator has the query go on behind what there is. What was
+reported while a query was dropped belongs to the execution that says so. Gaps are allowed where ``gaps_allowed``, and
+for who was away for longer than interests are kept, until :meth:`calm`.
 """
 
 from __future__ import annotations
@@ -96,8 +99,10 @@ class _Execution:
     end: Mapping[str, int]
     sealed_at: float
     done_at: float = FAR
-    #: Whether its records were given up: the server had lost some.
+    #: Whether its records were given up: the server had lost some, or the query was dropped.
     is_skipped: bool = False
+    #: When the query was dropped that ends with it; None: it was not.
+    dropped_at: float | None = None
     #: The content by interest.
     results: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -156,6 +161,9 @@ class DataAudit:
         self._eras: dict[str, list[_Era]] = {}
         self._sealed: dict[tuple[str, str], float] = {}
         self._executions: dict[str, dict[int, _Execution]] = {}
+        #: When each query was dropped last, and the offsets behind which it was registered again.
+        self._dropped_at: dict[str, float] = {}
+        self._registered: dict[str, list[Mapping[str, int]]] = {}
 
     def calm(self) -> None:
         """From now on nothing fails any more: what is reported from here on has to come, without a gap."""
@@ -182,6 +190,16 @@ class DataAudit:
     def unacknowledged(self, id_: str) -> None:
         """The outcome for a record is unknown: it is about to be sent again."""
         self.records[id_].is_sent_again = True
+
+    # Operators.
+
+    def query_dropped(self, query: str) -> None:
+        """A query was dropped."""
+        self._dropped_at[query] = self._now()
+
+    def query_registered(self, query: str, offsets: Mapping[str, int]) -> None:
+        """A query that was dropped is registered again, behind these offsets."""
+        self._registered.setdefault(query, []).append(offsets)
 
     # Users.
 
@@ -229,6 +247,11 @@ class DataAudit:
         who = f"{user}, {interest.name} {interest.params}, execution {execution}"
         self._check_order(subscription, execution, who)
         subscription.note(execution, self._now())
+        if result.get("dropped"):
+            known = self._executions.get(interest.name, {}).get(execution)
+            if known is None or known.dropped_at is None:
+                self._violate("D6", f"{who}: nobody has dropped the query", interest)
+            return
         self._check_result(interest, execution, payload.decode(), who)
         if interest.name != result["query"]:
             self._violate("D5", f"{who}: it is of query {result['query']}", interest)
@@ -302,6 +325,12 @@ class DataAudit:
             text = f"{query}, execution {execution} has two windows: {known.start} to {known.end}, {start} to {end}"
             self._violate("D3", text)
 
+    def drops(self, query: str, execution: int, window: Window) -> None:
+        """Note that users are about to get a last publication with this number, as the query was dropped."""
+        start, end = dict(window.start["offsets"]), dict(window.end["offsets"])
+        ended = _Execution(start, end, FAR, is_skipped=True, dropped_at=self._dropped_at[query])
+        self._executions.setdefault(query, {})[execution] = ended
+
     def skips(self, query: str, execution: int, window: Window) -> None:
         """Note that the records of a window are about to be given up; others have its number if that is not stored."""
         if not self._records_may_be_lost:
@@ -331,6 +360,7 @@ class DataAudit:
             for subscription in self._all:
                 if subscription.interest.name == name:
                     self._check_missing(subscription, stored[query.dataset], executed_in)
+                    self._check_dropped(subscription, windows)
         return self.violations
 
     def _stored(self, partitions: Mapping[str, Mapping[int, str]], dataset: str) -> dict[str, tuple[str, int]]:
@@ -352,6 +382,13 @@ class DataAudit:
         """Return the executions in order; each begins where the one before has ended. What was skipped begins there."""
         windows = sorted(self._executions.get(query, {}).items())
         for (number, before), (next_number, after) in pairwise(windows):
+            if before.dropped_at is not None:
+                before.end = after.start
+                is_registered = after.dropped_at is not None or after.start in self._registered.get(query, [])
+                if not is_registered and not self._records_may_be_lost:
+                    self._violate(
+                        "D4", f"{query}: execution {next_number} begins at {after.start}, not where registered"
+                    )
             if after.is_skipped:
                 after.start = before.end
             elif next_number != number + 1 or after.start != before.end:
@@ -384,6 +421,20 @@ class DataAudit:
         first, second = (each is not None and each.is_skipped for each in known)
         unfinished = known[0] is not None and known[0].done_at == FAR
         return first or (second and unfinished)
+
+    def _check_dropped(self, subscription: _Subscription, windows: list[tuple[int, _Execution]]) -> None:
+        """Check that a user knows of each time that its query was dropped."""
+        confirmed_at = subscription.confirmed_at
+        if confirmed_at is None or subscription.ended_at is not None:
+            return
+        for execution, each in windows:
+            if each.dropped_at is None or each.dropped_at < confirmed_at:
+                continue
+            if each.done_at == FAR and execution == windows[-1][0]:
+                continue  # the data cluster is still at work on it
+            if execution not in subscription.came and not subscription.covers(execution, each.dropped_at):
+                text = f"{subscription.user} does not know that {subscription.interest.name} was dropped at"
+                self._violate("D6", f"{text} {each.dropped_at:.3f}, with execution {execution}", subscription.interest)
 
     def _check_missing(
         self, subscription: _Subscription, stored: Mapping[str, Any], executed_in: Mapping[str, int]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, catalog_of, entry_of, merged, parse_entries, put_command
 from dynamoth.data.datasets import Dataset
 from dynamoth.data.queries import StandingQuery
 from dynamoth.data.terms import claim_command, parse_claim, take_term
@@ -38,6 +38,9 @@ LOOK_S = 0.2
 TIDY_LOOKS = 3
 """After this number of looks it ends interests, and writes definitions to servers that lack them."""
 
+BROKERS_KNOW_S = 0.8
+"""A query that was dropped is ended after this time: brokers know it then. They believe definitions for half of it."""
+
 TIMEOUT_S = 0.6
 """A command that a log server does not answer within this has failed."""
 
@@ -47,22 +50,28 @@ class Program:
 
     def __init__(self, place: Place, queries: Mapping[StandingQuery, float], folders: Mapping[str, Folder]) -> None:
         self._place = place
-        self._queries = queries
+        self._periods = {query.name: period_s for query, period_s in queries.items()}
         self._folders = folders
+        #: The latest entry of each query that it has seen. What all servers have lost, an operator registers again.
+        self._entries = {query.name: entry_of(query) for query in queries}
+        self._running: dict[str, tuple[StandingQuery, Task]] = {}
+        #: When it has found that a query was dropped, by name and version.
+        self._dropped_at: dict[tuple[str, int], float] = {}
+        #: The versions of dropped queries whose users got their last publication.
+        self._ended: dict[str, int] = {}
 
     def run(self) -> Task:
-        """Take a term, start the queries, and look after them."""
+        """Take a term, and look after the queries of the catalog."""
         place, looks = self._place, 0
         while not place.term:
             try:
                 place.term = yield from self._begin()
             except ServerFailed:
                 yield Sleep(place.machine.now + LOOK_S)
-        for query, period_s in self._queries.items():
-            place.machine.add(ModelQuery(place, query, period_s, self._folders[query.name]).run())
         while True:
             try:
                 yield from self._check_term()
+                yield from self._follow_catalog()
                 if looks % TIDY_LOOKS == 0:
                     yield from self._tidy()
                 looks += 1
@@ -86,15 +95,39 @@ class Program:
             if not is_own:
                 raise ProcessEnds(f"another data cluster has term {taken}")
 
+    def _follow_catalog(self) -> Asking:
+        """Stop, end and start queries, as the catalog says."""
+        for id_ in self._place.servers:
+            stored = parse_entries((yield from ask(id_, b"HGETALL", QUERIES_KEY)))
+            self._entries = merged([self._entries, stored])
+        catalog, machine = catalog_of({}, self._entries), self._place.machine
+        for name, (query, task) in [*self._running.items()]:
+            if catalog.queries.get(name) != query:
+                machine.cancel(task)
+                del self._running[name]
+        for name, version in catalog.dropped_queries.items():
+            found_at = self._dropped_at.setdefault((name, version), machine.now)
+            if self._ended.get(name) != version and machine.now >= found_at + BROKERS_KNOW_S:
+                yield from self._model(StandingQuery(name, "", "", 0, retained_min=1000)).end_dropped(version)
+                self._ended[name] = version
+        for name, query in catalog.queries.items():
+            if name not in self._running:
+                task = self._model(query).run()
+                self._running[name] = query, task
+                machine.add(task)
+
+    def _model(self, query: StandingQuery) -> ModelQuery:
+        return ModelQuery(self._place, query, self._periods[query.name], self._folders[query.name])
+
     def _tidy(self) -> Asking:
-        place = self._place
+        place, catalog = self._place, catalog_of({}, self._entries)
         for id_ in place.servers:
             for dataset in place.datasets.values():
                 yield from ask(id_, *put_command(DATASETS_KEY, dataset.name, entry_of(dataset)))
-            for query in self._queries:
+            for query in catalog.queries.values():
                 yield from ask(id_, *put_command(QUERIES_KEY, query.name, entry_of(query)))
-        for query in self._queries:
-            yield from expire_interests(place.servers, query.name)
+        for name in self._entries:
+            yield from expire_interests(place.servers, name)
 
 
 class DataClusterApp:

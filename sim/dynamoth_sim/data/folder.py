@@ -27,6 +27,10 @@ class Folder:
         """Begin a checkpoint in place of the one that there is."""
         self.base, self.start, self.first_end, self.ends, self.committed = base, start, first_end, {}, base
 
+    def remove(self) -> None:
+        """Remove the checkpoint."""
+        self.base = None
+
     def read(self) -> Checkpoint | None:
         """Return what the production code learns of it."""
         if self.base is None or max(self.ends, default=0) > self.committed + 1:

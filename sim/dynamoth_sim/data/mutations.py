@@ -312,6 +312,42 @@ def progress_need_not_follow() -> AbstractContextManager[None]:
     return replaced(model_query, store_progress_command=store)
 
 
+def ends_are_not_finished() -> AbstractContextManager[None]:
+    """A query that is registered again goes on, though not all users know that it was dropped."""
+    publish_dropped = ModelQuery._publish_dropped
+
+    def publish(self: ModelQuery, progress: Progress) -> Asking:
+        if self._query.sql:  # it is registered
+            return
+        yield from publish_dropped(self, progress)
+
+    return replaced(ModelQuery, _publish_dropped=publish)
+
+
+def drops_have_no_versions() -> AbstractContextManager[None]:
+    """A query whose end was published once is not ended again."""
+
+    def parse(reply: Any) -> Progress | None:
+        progress = parse_progress(reply)
+        return progress and replace(progress, dropped_version=SAME_TERM * progress.is_dropped)
+
+    return replaced(model_query, parse_progress=parse)
+
+
+def begins_are_not_read() -> AbstractContextManager[None]:
+    """A dropped query begins behind the records that there are when the data cluster starts it again."""
+
+    def begin(self: ModelQuery) -> Asking:
+        yield from ()
+
+    return replaced(ModelQuery, _begin_again=begin)
+
+
+def ends_before_brokers_know() -> AbstractContextManager[None]:
+    """A dropped query is ended at once."""
+    return replaced(model_cluster, BROKERS_KNOW_S=0.0)
+
+
 DATA_CHECKS: tuple[Check, ...] = (
     Check("data-registered-before-confirmed", confirmed_before_registered, "D1"),
     Check("data-registered-in-a-window", sealed_before_it_ends, "D1"),
@@ -337,6 +373,10 @@ DATA_CHECKS: tuple[Check, ...] = (
     Check("data-comes-back-with-an-old-disk", checkpoints_always_fit, "D4"),
     Check("data-writes-to-the-checkpoint-of-its-successor", checkpoints_are_in_order, "D2"),
     Check("data-two-begin-at-once", terms_have_no_owners, "expected"),
+    Check("data-is-dropped", begins_are_not_read, "D4"),
+    Check("data-is-dropped-twice", drops_have_no_versions, "expected"),
+    Check("data-is-registered-while-it-ends", ends_are_not_finished, "expected"),
+    Check("data-subscribes-while-brokers-believe", ends_before_brokers_know, "expected"),
 )
 """Every mutation of standing queries, with the script that must fail under it."""
 
@@ -346,5 +386,6 @@ RANDOM_CHECKS: tuple[Check, ...] = (
     Check("data-crashes", unfinished_executions_are_skipped, "D1"),
     Check("data-durable", checkpoints_always_fit, "D4"),
     Check("data-logs", progress_of_one_server, "D4"),
+    Check("data-drops", begins_are_not_read, "D4"),
 )
 """Mutations that random worlds find, too."""

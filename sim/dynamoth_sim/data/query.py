@@ -1,15 +1,16 @@
 """One query in the model of the data cluster: windows, progress and result sets, without Spark.
 
 It does what ``windows.py``, ``query_runner.py``, ``executions.py`` and ``publishing.py`` of the data cluster do, in the
-same order and with the same commands. There is no archive: what a log server has lost is gone, and an operator has the
-query go on. Its SQL is one line: the records whose ``type`` is the parameter of that name.
+same order and with the same commands; and what ``dropping.py`` does once the query is dropped. There is no archive:
+what a log server has lost is gone, and an operator has the query go on. Its SQL is one line: the records whose ``type``
+is the parameter of that name.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dynamoth.data.datasets import Dataset
@@ -18,11 +19,14 @@ from dynamoth.data.progress import (
     Progress,
     Window,
     WindowEnd,
+    begin_key,
     give_up,
     is_behind,
     latest_progress,
+    parse_begin,
     parse_progress,
     progress_key,
+    query_server,
     resumption,
     store_progress_command,
     with_new_datasets,
@@ -37,7 +41,8 @@ from dynamoth.data.records import (
     range_command,
     state_command,
 )
-from dynamoth.data.results import result_payload
+from dynamoth.data.registrations import registration_keys
+from dynamoth.data.results import dropped_payload, result_payload
 from dynamoth.data.terms import TERM_KEY
 from dynamoth.edge.interests import LOG_CHANNEL_PREFIX
 from dynamoth.edge.log import LogOptions, append_many_command, is_fenced, log_server, parse_appended_many
@@ -75,6 +80,10 @@ class Witness(Protocol):
 
     def executed(self, query: str, execution: int, now: float) -> None:
         """Note that an execution is done."""
+        ...
+
+    def drops(self, query: str, execution: int, window: Window) -> None:
+        """Note that users are about to get a last publication with this number, as the query was dropped."""
         ...
 
     def skips(self, query: str, execution: int, window: Window) -> None:
@@ -161,6 +170,8 @@ class ModelQuery:
     def _prepare(self) -> Asking:
         """Make a checkpoint that fits the stored progress."""
         self._progress = yield from self._stored_progress()
+        if self._progress is not None and self._progress.is_dropped and not self._progress.is_done:
+            yield from self._publish_dropped(self._progress)
         checkpoint = self._folder.read()
         if checkpoint is None and self._progress is None:
             yield from self._give_up(None, None)
@@ -170,11 +181,16 @@ class ModelQuery:
         if begin is not None:
             tips = yield from self._tips()
             now: WindowEnd = {"tick_ms": 0, "offsets": tips}
-            start = with_new_datasets(begin.start or now, tips)
+            start = with_new_datasets(begin.start or (yield from self._begin_again()) or now, tips)
             end = None if begin.first_end is None else with_new_datasets(begin.first_end, tips)
             self._folder.begin(begin.base, start, end)
         assert self._folder.base is not None, "it was begun"
         self._first_end, self._base = self._folder.first_end, self._folder.base
+
+    def _begin_again(self) -> Asking:
+        """Return behind which offsets a query begins that was dropped; None: not known."""
+        name = self._query.name
+        return parse_begin((yield from ask(query_server(name, self._place.servers), b"GET", begin_key(name))))
 
     def _next_end(self, start: WindowEnd) -> Asking:
         """Wait for new records behind a tick, and return the end of the next window."""
@@ -248,6 +264,38 @@ class ModelQuery:
         skipped = give_up(progress, checkpoint, end, int(self._place.machine.now * 1000))
         self._place.witness.skips(self._query.name, skipped.execution, skipped.window)
         yield from self._store_progress(skipped, follows=False)
+
+    # The end.
+
+    def end_dropped(self, dropped_version: int) -> Task:
+        """Publish to the interests of a dropped query that it was dropped, unless that is done."""
+        try:
+            progress = yield from self._stored_progress()
+            is_stored = progress is not None and progress.dropped_version >= dropped_version
+            if progress is None or (is_stored and progress.is_done):
+                return
+            if not is_stored:
+                now_ms = int(self._place.machine.now * 1000)
+                skipped = give_up(progress, None, progress.window.end, now_ms)
+                progress = replace(skipped, is_done=False, dropped_version=dropped_version)
+                self._place.witness.drops(self._query.name, progress.execution, progress.window)
+                yield from self._store_progress(progress, follows=False)
+            yield from self._publish_dropped(progress)
+            self._folder.remove()
+        except ServerFailed as error:
+            self._end_if_fenced(error)
+            raise
+
+    def _publish_dropped(self, progress: Progress) -> Asking:
+        query, now_ms = self._query, int(self._place.machine.now * 1000)
+        payload = dropped_payload(query.name, query.version, progress.execution, now_ms)
+        for server in self._place.servers:
+            interests = yield from ask(server, b"HGETALL", registration_keys(query.name)[0])
+            own = [(interest.decode(), payload) for interest in interests]
+            for first in range(0, len(own), APPENDS_PER_COMMAND):
+                yield from self._publish(server, own[first : first + APPENDS_PER_COMMAND], progress.execution)
+        yield from self._store_progress(replace(progress, is_done=True), follows=False)
+        self._place.witness.executed(query.name, progress.execution, self._place.machine.now)
 
     # An execution.
 

@@ -44,6 +44,9 @@ HOLD_CLUSTER_S_MAX = 0.2
 SLOW_LOG_S_MAX = 0.3
 AWAY_S_MAX = 4.5
 
+DROPPED_S_MAX = 2.5
+"""How long a query is dropped, at most: a data cluster ends it after ``BROKERS_KNOW_S``."""
+
 EXECUTED_S = 1.5
 """Within this, where nothing fails, what was reported is executed, and users have it."""
 
@@ -99,6 +102,15 @@ DATA_PROFILES: dict[str, DataProfile] = {
             edge=data_edge(logs_may_fail=True),
             data=DataOptions(records_may_be_lost=True),
         ),
+        # Operators drop queries, and register them again before or after their end is published.
+        DataProfile(
+            name="data-drops",
+            servers=2,
+            faults=(*CRASHES, *KILLS, *TAKE_OVERS, "stop log", *["drop query"] * 8),
+            losses_allowed=True,
+            work_s=5.0,
+            edge=data_edge(logs_are_durable=True),
+        ),
     )
 }
 
@@ -125,6 +137,7 @@ class DataChaos(EdgeChaos):
             "lose log": self._lose_log,
             "slow log": self._slow_log,
             "away": self._send_away,
+            "drop query": self._drop_query,
         }
 
     # The data cluster.
@@ -234,6 +247,27 @@ class DataChaos(EdgeChaos):
                 pipe = each.to_server if is_to_server else each.to_client
                 pipe.hold()
                 self._until(SLOW_LOG_S_MAX * self._random.random(), pipe.release)
+
+    # Operators.
+
+    def _drop_query(self) -> None:
+        """A query is dropped, and registered again later."""
+        if self._data.dropped or not self._are_all_up():
+            return
+        name = self._random.choice(list(self._data.queries))
+        self._data.drop(name)
+        self._note(f"{name} is dropped")
+        self._until(DROPPED_S_MAX * self._random.random(), partial(self._register_again, name))
+
+    def _register_again(self, name: str) -> None:
+        if not self._are_all_up():
+            self._world.after(0.05, self._register_again, name)
+            return
+        self._data.register_again(name)
+        self._note(f"{name} is registered again")
+
+    def _are_all_up(self) -> bool:
+        return all(each.up for each in self._edge.logs.values())
 
     # Users.
 

@@ -10,9 +10,11 @@ from dynamoth.data.records import parse_state, partition_name, state_command
 from dynamoth.data.registrations import registration_keys
 from dynamoth.data.terms import CLAIM_SCRIPT
 from dynamoth.edge.interests import Interest, query_interest
+from dynamoth_sim.data.cluster import LOOK_S
+from dynamoth_sim.data.query import APPENDS_PER_COMMAND
 from dynamoth_sim.data.stage import DataScenario, DataStage
 from dynamoth_sim.data.users import QueryUser
-from dynamoth_sim.data.world import KEEP_S, DataOptions, data_edge
+from dynamoth_sim.data.world import KEEP_S, TYPES, DataOptions, data_edge
 from dynamoth_sim.edge.stage import AT_ONCE_S
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS
 from dynamoth_sim.world.redis import RedisServer
@@ -404,6 +406,75 @@ def comes_back_with_an_old_disk(stage: DataStage) -> None:
     stage.expect_results(user, 4)
 
 
+# Queries that are dropped.
+
+
+def is_dropped(stage: DataStage) -> None:
+    """A query is dropped, and registered again: U knows, and gets what is reported from then on."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.data.drop("alerts_of")
+    stage.run(2 * LOOK_S)
+    stage.report(ALERTS_A)
+    stage.wait("U knows", lambda: stage.delivered(user) == 2)
+    stage.data.current.kill()
+    stage.data.register_again("alerts_of")
+    stage.report(ALERTS_A)
+    stage.start_data_cluster(stage.data.current)
+    stage.run_executions()
+    stage.expect_results(user, 3)
+
+
+def is_dropped_twice(stage: DataStage) -> None:
+    """A query is dropped, registered again, and dropped before any execution: U knows of both."""
+    user = stage.query_user("U", ALERTS_A)
+    stage.data.drop("alerts_of")
+    stage.wait("U knows", lambda: stage.delivered(user) == 1)
+    stage.data.register_again("alerts_of")
+    stage.run(2 * LOOK_S)
+    stage.data.drop("alerts_of")
+    stage.wait("U knows of the second time", lambda: stage.delivered(user) == 2)
+    stage.data.register_again("alerts_of")
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 3)
+
+
+def is_registered_while_it_ends(stage: DataStage) -> None:
+    """The data cluster dies when two of three users know that a query was dropped, and it is registered again.
+
+    The third one gets to know it, too, and none of them misses a result set behind it.
+    """
+    interests = [query_interest("alerts_of", {"type": type_}) for type_ in TYPES]
+    assert len(interests) > APPENDS_PER_COMMAND, "one command does not publish all"
+    users = [stage.query_user(f"U{number}", interest) for number, interest in enumerate(interests)]
+    stage.data.drop("alerts_of")
+    stage.wait_appending(stage.data.current)
+    stage.run(0.001)
+    stage.data.current.kill()
+    stage.data.register_again("alerts_of")
+    stage.start_data_cluster(stage.data.current)
+    for interest in interests:
+        stage.report(interest)
+    stage.run_executions()
+    for user in users:
+        stage.expect_results(user, 2)
+
+
+def subscribes_while_brokers_believe(stage: DataStage) -> None:
+    """U subscribes at a broker that does not know yet that the query was dropped: U knows, too."""
+    stage.query_user("V", ALERTS_B)
+    stage.data.drop("alerts_of")
+    stage.run(1.2 * LOOK_S)
+    user = stage.query_user("U", ALERTS_A)
+    stage.wait("U knows", lambda: stage.delivered(user) == 1)
+    stage.data.register_again("alerts_of")
+    stage.report(ALERTS_A)
+    stage.run_executions()
+    stage.expect_results(user, 2)
+
+
 DATA_SCENARIOS: dict[str, DataScenario] = {
     "data-appends-when-an-interest-is-new": DataScenario(appends_when_an_interest_is_new, edge=data_edge()),
     "data-answer-is-lost": DataScenario(answer_is_lost, edge=data_edge(), losses_allowed=True),
@@ -418,6 +489,9 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
     ),
     "data-goes-on-with-the-same-folder": DataScenario(goes_on_with_the_same_folder, edge=data_edge()),
     "data-hangs-while-appending": DataScenario(hangs_while_appending, edge=data_edge()),
+    "data-is-dropped": DataScenario(is_dropped, edge=data_edge()),
+    "data-is-dropped-twice": DataScenario(is_dropped_twice, edge=data_edge()),
+    "data-is-registered-while-it-ends": DataScenario(is_registered_while_it_ends, edge=data_edge()),
     "data-keys-are-deleted-without-users": DataScenario(
         keys_are_deleted_without_users, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
@@ -434,6 +508,7 @@ DATA_SCENARIOS: dict[str, DataScenario] = {
     "data-keys-are-deleted-twice": DataScenario(
         keys_are_deleted_twice, edge=data_edge(logs_may_fail=True), data=LOSES, losses_allowed=True
     ),
+    "data-subscribes-while-brokers-believe": DataScenario(subscribes_while_brokers_believe, edge=data_edge()),
     "data-stays-registered": DataScenario(stays_registered, edge=data_edge()),
     "data-writes-to-the-checkpoint-of-its-successor": DataScenario(
         writes_to_the_checkpoint_of_its_successor, edge=data_edge()

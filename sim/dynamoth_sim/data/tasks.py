@@ -133,6 +133,13 @@ class TaskMachine:
         """Begin a task, with the next event at the latest."""
         self._new.append(task)
 
+    def cancel(self, task: Task) -> None:
+        """End a task now. A command that it has sent may still be executed."""
+        self._new = [each for each in self._new if each is not task]
+        for running in [each for each in self._tasks if each.task is task]:
+            del self._tasks[running]
+        task.close()
+
     def asked(self, server: str | None = None) -> list[Command]:
         """Return the commands that are not answered yet, by any server or by this one."""
         return [each.command for each in self._tasks if each.server is not None and server in (None, each.server)]
@@ -149,6 +156,8 @@ class TaskMachine:
             case LinkDown(link, reason):
                 self._up.discard(link)
                 for running in [each for each in self._tasks if each.server == link]:
+                    if running not in self._tasks:
+                        continue  # another one has cancelled it
                     actions += self._step(running, ServerFailed(f"{link}: {reason}"))
             case Replied(_, (running, turn), value):
                 if running in self._tasks and running.turn == turn:
@@ -159,6 +168,8 @@ class TaskMachine:
                     actions += self._step(running, None)
             case Tick():
                 for running in [each for each in self._tasks if each.until is not None and each.until <= now]:
+                    if running not in self._tasks:
+                        continue
                     late = None if running.server is None else ServerFailed(f"{running.server}: it does not answer")
                     actions += self._step(running, late)
             case _:

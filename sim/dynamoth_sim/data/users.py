@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ from dynamoth.data.datasets import DATASET_PREFIX
 from dynamoth.edge.interests import Interest, channel_interest
 from dynamoth_sim.data.audit import DataAudit
 from dynamoth_sim.edge.users import UserApp
-from dynamoth_user.machine.events import DeliverGap, PublishEnded, PublishMessage
+from dynamoth_user.machine.events import DeliverGap, PublishEnded, PublishMessage, Refused
 
 RETRY_S = 0.05
 """A reporter sends a record again after this time."""
+
+ASK_AGAIN_S = 0.2
+"""A user asks this often for a query that was dropped."""
 
 
 class QueryUser(UserApp):
@@ -35,6 +39,24 @@ class QueryUser(UserApp):
         """Subscribe to one of its interests."""
         self.data_audit.asked(self.name, interest)
         super().subscribe(interest)
+
+    def _act(self, action: Any) -> None:
+        if isinstance(action, Refused) and action.code == "unknown_query":
+            self._ask_later(action.interest)
+        else:
+            super()._act(action)
+
+    def _ask_later(self, interest: Interest) -> None:
+        """Forget an interest whose query was dropped, and ask for it as a newcomer until it is registered again."""
+        self.confirmed.pop(interest.id, None)
+        self._stored.pop(interest.id, None)
+        self._queue = deque(item for item in self._queue if item.interest != interest)
+        self._audit_left(interest)
+        self.world.after(ASK_AGAIN_S, self._ask_again, interest, self._life)
+
+    def _ask_again(self, interest: Interest, life: int) -> None:
+        if self.is_alive and self._life == life and interest in self.interests:
+            self.subscribe(interest)
 
     def _end_process(self, reason: str) -> None:
         super()._end_process(reason)

@@ -6,16 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
+from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, Entry, entry_of, put_command
 from dynamoth.data.datasets import Dataset, Field
-from dynamoth.data.progress import begin_progress_command
+from dynamoth.data.progress import WindowEnd, begin_again_command, begin_progress_command, query_server
 from dynamoth.data.queries import Parameter, StandingQuery
-from dynamoth.data.records import parse_records, partition_keys, partition_names, partition_server
+from dynamoth.data.records import (
+    parse_records,
+    parse_state,
+    partition_keys,
+    partition_names,
+    partition_server,
+    state_command,
+)
 from dynamoth.edge.interests import Interest, query_interest
 from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster
 from dynamoth_sim.data.audit import AuditedQuery, DataAudit
-from dynamoth_sim.data.cluster import DataClusterApp
+from dynamoth_sim.data.cluster import BROKERS_KNOW_S, DataClusterApp
 from dynamoth_sim.data.users import QueryUser, Reporter
 from dynamoth_sim.edge.world import SHORT_BROKER_OPTIONS, EdgeOptions, EdgeWorld
 from dynamoth_sim.world.redis import RedisServer
@@ -62,7 +69,8 @@ class DataOptions:
 
 def data_edge(**changes: Any) -> EdgeOptions:
     """Return options of an edge with a data cluster, and without channels of its own."""
-    broker = replace(changes.pop("broker", SHORT_BROKER_OPTIONS), has_data_cluster=True)
+    broker = changes.pop("broker", SHORT_BROKER_OPTIONS)
+    broker = replace(broker, has_data_cluster=True, believed_s=BROKERS_KNOW_S / 2)
     return EdgeOptions(logged=(), live=(), broker=broker, **changes)
 
 
@@ -88,6 +96,9 @@ class DataWorld(EdgeWorld):
         #: The one that is to run.
         self.current = self.data_clusters[0]
         self.reporters: list[Reporter] = []
+        #: The definitions that are registered, and what an operator registers next in place of those that were dropped.
+        self.queries = {query.name: query for query in QUERIES}
+        self.dropped: dict[str, StandingQuery] = {}
 
     def _data_cluster(self, name: str) -> DataClusterApp:
         urls = {id_: server.url for id_, server in self.logs.items()}
@@ -108,6 +119,31 @@ class DataWorld(EdgeWorld):
             offsets = dict.fromkeys(partition_names(datasets[query.on]), 0)
             for server in self.logs.values():
                 self.execute(server, begin_progress_command(query.name, {"tick_ms": 0, "offsets": offsets}))
+
+    def drop(self, name: str) -> None:
+        """Drop a query, as an operator does."""
+        query = self.queries.pop(name)
+        self.dropped[name] = replace(query, version=query.version + 2)
+        for server in self.logs.values():
+            entry = Entry(query.version + 1, None, entry_of(query).definition)
+            self.execute(server, put_command(QUERIES_KEY, name, entry))
+        self.data_audit.query_dropped(name)
+
+    def register_again(self, name: str) -> None:
+        """Register a dropped query, as an operator does: it begins behind the records that there are."""
+        query = self.queries[name] = self.dropped.pop(name)
+        offsets = {each: self._tip(each) for each in partition_names(next(d for d in DATASETS if d.name == query.on))}
+        end: WindowEnd = {"tick_ms": 0, "offsets": offsets}
+        for server in self.logs.values():
+            self.execute(server, begin_progress_command(name, end, round(self.world.now * 1000)))
+        self.execute(self.logs[query_server(name, tuple(self.logs))], begin_again_command(name, end))
+        for server in self.logs.values():
+            self.execute(server, put_command(QUERIES_KEY, name, entry_of(query)))
+        self.data_audit.query_registered(name, offsets)
+
+    def _tip(self, partition: str) -> int:
+        server = self.logs[partition_server(partition, tuple(self.logs))]
+        return parse_state(self.execute(server, state_command(partition))).offset
 
     @staticmethod
     def execute(server: RedisServer, command: Sequence[Any]) -> Any:

@@ -76,6 +76,14 @@ class CheckpointFolder:
         if self._folder.exists():
             shutil.rmtree(self._folder)
 
+    def forget_first_batch(self) -> None:
+        """Remove Spark's files where no batch has ended: beside those of a first batch that was stopped, none starts.
+
+        Its window stays. Raises OSError.
+        """
+        if self.spark_folder.exists() and not _numbers(self.spark_folder / "commits"):
+            shutil.rmtree(self.spark_folder)
+
     def read(self) -> Checkpoint | None:
         """Return its contents; None if there is none. Raises OSError."""
         base = self.base()
