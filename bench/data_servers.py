@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.processors import cpu_s, resident_mib
+from bench.processors import cpu_s, family_cpu_s, resident_mib
 from bench.servers import store_plan
 from dynamoth.data.catalog import DATASETS_KEY, QUERIES_KEY, entry_of, put_command
 from dynamoth.data.datasets import Dataset
@@ -124,6 +124,10 @@ class DataCluster:
     def cpu_s(self) -> dict[str, float]:
         """Return how much processor time each process has used."""
         return {name: cpu_s(process) for name, process in self.processes.items()}
+
+    def family_cpu_s(self) -> float:
+        """Return how much processor time the data cluster and all that it has started have used."""
+        return family_cpu_s(self._child.pid)
 
     def resident_mib(self) -> dict[str, float]:
         """Return how much memory each process has."""

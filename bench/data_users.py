@@ -3,7 +3,9 @@
 Run with ``python -m bench.data_users``; ``--help`` has the rest. A real ``dynamoth data-cluster`` has two log servers
 and a broker, and the users, in a process of their own, subscribe to the same interests of one query, each to one. The
 records of an execution are stored together. Few and many users take turns; each execution counts when every user has
-got its result sets. The times are those of the data cluster's journal; deliveries are not part of them.
+got its result sets. The cost is the processor time of the data cluster and what it has started, Java and workers, from
+the storing of the records to the entry in the journal. The journal's own times are shown, too: the first result sets
+are delivered while the last ones are computed, so on a machine with few processors, many users make an execution late.
 """
 
 from __future__ import annotations
@@ -105,19 +107,23 @@ def main() -> int:
     allow_files(4 * many + 1000)
     with ExitStack() as stack:
         found = _measure(stack, arguments)
-    medians = {users: statistics.median(each) for users, each in found.items()}
-    for users, each in found.items():
-        sys.stdout.write(
-            f"{users:>9,} users, {arguments.interests:,} interests: {medians[users]:.2f} s"
-            f" ({min(each):.2f} to {max(each):.2f}), {len(each)} executions\n"
-        )
-    results = {"benchmark": "data_users", "seconds": medians, "ratio": medians[many] / medians[few]}
+    results: dict[str, Any] = {"benchmark": "data_users"}
+    for index, name in enumerate(("cpu_s", "seconds")):
+        values = {users: [each[index] for each in measured] for users, measured in found.items()}
+        medians = {users: statistics.median(each) for users, each in values.items()}
+        for users, each in values.items():
+            sys.stdout.write(
+                f"{users:>9,} users, {arguments.interests:,} interests, {name}: {medians[users]:.2f}"
+                f" ({min(each):.2f} to {max(each):.2f}), {len(each)} executions\n"
+            )
+        results[name] = medians
+        results[f"ratio_{name}"] = medians[many] / medians[few]
     sys.stdout.write(json.dumps(results) + "\n")
     return 0
 
 
-def _measure(stack: ExitStack, arguments: argparse.Namespace) -> dict[int, list[float]]:
-    """Return the seconds of the executions that count, by number of users."""
+def _measure(stack: ExitStack, arguments: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
+    """Return processor time and duration of the executions that count, in seconds, by number of users."""
     chance = random.Random(arguments.seed)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     servers = DataServers(stack)
@@ -125,7 +131,7 @@ def _measure(stack: ExitStack, arguments: argparse.Namespace) -> dict[int, list[
     cluster = DataCluster(stack, servers, folder)
     url = _start_broker(stack, folder, cluster.config_file, servers)
     parameters = list(interests_of(QUERY.name, arguments.interests, chance))
-    found: dict[int, list[float]] = {users: [] for users in arguments.users}
+    found: dict[int, list[tuple[float, float]]] = {users: [] for users in arguments.users}
     for turn in range(1 + arguments.turns):
         for users in arguments.users:
             with ExitStack() as ending:
@@ -134,10 +140,12 @@ def _measure(stack: ExitStack, arguments: argparse.Namespace) -> dict[int, list[
                 worker.receive()
                 for number in range(arguments.executions):
                     records = records_of(arguments.records, arguments.interests, chance)
+                    before = cluster.family_cpu_s()
                     execution = execution_of(servers, cluster, QUERY, records, arguments.interests)
+                    cpu_s = cluster.family_cpu_s() - before
                     wait_for(partial(_has_all, worker, users * (number + 1)))
                     if turn:
-                        found[users].append(execution["seconds"])
+                        found[users].append((cpu_s, execution["seconds"]))
                 worker.send("end")
                 worker.receive()
     return found

@@ -88,6 +88,17 @@ def cpu_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def family_cpu_s(process: int) -> float:
+    """Return how much processor time a process and all that it has started have used, in seconds (Linux)."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        listed = [file.read_text() for file in Path(f"/proc/{process}/task").glob("*/children")]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with children that have ended
+    return own + sum(family_cpu_s(int(child)) for line in listed for child in line.split())
+
+
 def children_of_ours() -> dict[int, str]:
     """Return the command lines of the processes that this one has started and that have not ended, by id (Linux)."""
     found: dict[int, str] = {}

@@ -201,6 +201,10 @@ class DataAudit:
         """A query that was dropped is registered again, behind these offsets."""
         self._registered.setdefault(query, []).append(offsets)
 
+    def was_dropped(self, query: str) -> bool:
+        """Return whether a query was dropped at some time."""
+        return query in self._dropped_at
+
     # Users.
 
     def asked(self, user: str, interest: Interest) -> None:

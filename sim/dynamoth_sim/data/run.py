@@ -14,7 +14,7 @@ from dynamoth_sim.audit import Violation
 from dynamoth_sim.cluster import Cluster, short_options
 from dynamoth_sim.data.folder import Folder
 from dynamoth_sim.data.users import Reporter
-from dynamoth_sim.data.world import DATASETS, QUERIES, TYPES, DataOptions, DataWorld, data_edge
+from dynamoth_sim.data.world import DATASETS, QUERIES, QUICK_TO_LEARN, TYPES, DataOptions, DataWorld, data_edge
 from dynamoth_sim.edge.run import (
     CRASHES,
     DOWN_S_MAX,
@@ -109,7 +109,7 @@ DATA_PROFILES: dict[str, DataProfile] = {
             faults=(*CRASHES, *KILLS, *TAKE_OVERS, "stop log", *["drop query"] * 8),
             losses_allowed=True,
             work_s=5.0,
-            edge=data_edge(logs_are_durable=True),
+            edge=data_edge(broker=QUICK_TO_LEARN, logs_are_durable=True),
         ),
     )
 }

@@ -30,6 +30,11 @@ class QueryUser(UserApp):
     _ended_at: float | None = None
     _was_away_long: bool = False
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        #: Interests without results since it was refused them: maybe nobody had them, and they have ended.
+        self._was_refused: set[str] = set()
+
     def start(self) -> None:
         """Start the application, with what it has stored."""
         self._was_away_long = self._ended_at is not None and self.world.now > self._ended_at + self.keep_s / 2
@@ -41,7 +46,7 @@ class QueryUser(UserApp):
         super().subscribe(interest)
 
     def _act(self, action: Any) -> None:
-        if isinstance(action, Refused) and action.code == "unknown_query":
+        if isinstance(action, Refused) and self.data_audit.was_dropped(action.interest.name):
             self._ask_later(action.interest)
         else:
             super()._act(action)
@@ -50,6 +55,7 @@ class QueryUser(UserApp):
         """Forget an interest whose query was dropped, and ask for it as a newcomer until it is registered again."""
         self.confirmed.pop(interest.id, None)
         self._stored.pop(interest.id, None)
+        self._was_refused.add(interest.id)
         self._queue = deque(item for item in self._queue if item.interest != interest)
         self._audit_left(interest)
         self.world.after(ASK_AGAIN_S, self._ask_again, interest, self._life)
@@ -69,10 +75,12 @@ class QueryUser(UserApp):
         self.data_audit.left(self.name, interest)
 
     def _audit_delivered(self, interest: Interest, payload: bytes) -> None:
+        self._was_refused.discard(interest.id)
         self.data_audit.delivered(self.name, interest, payload)
 
     def _audit_gap(self, interest: Interest, gap: DeliverGap) -> None:
-        self.data_audit.gap(self.name, interest, gap.reason, was_away_long=self._was_away_long)
+        was_away_long = self._was_away_long or interest.id in self._was_refused
+        self.data_audit.gap(self.name, interest, gap.reason, was_away_long=was_away_long)
 
 
 class Reporter(QueryUser):

@@ -53,6 +53,9 @@ QUERIES = {
 }  # fmt: skip
 """Each query, and the seconds between its ticks."""
 
+QUICK_TO_LEARN = replace(SHORT_BROKER_OPTIONS, believed_s=BROKERS_KNOW_S / 2)
+"""Options of brokers where queries are dropped: they believe a definition for a shorter time than in production."""
+
 RESTART_S = 0.1
 """A data cluster that has ended is started again after this time."""
 
@@ -69,8 +72,7 @@ class DataOptions:
 
 def data_edge(**changes: Any) -> EdgeOptions:
     """Return options of an edge with a data cluster, and without channels of its own."""
-    broker = changes.pop("broker", SHORT_BROKER_OPTIONS)
-    broker = replace(broker, has_data_cluster=True, believed_s=BROKERS_KNOW_S / 2)
+    broker = replace(changes.pop("broker", SHORT_BROKER_OPTIONS), has_data_cluster=True)
     return EdgeOptions(logged=(), live=(), broker=broker, **changes)
 
 
