@@ -431,11 +431,12 @@ class DataAudit:
         confirmed_at = subscription.confirmed_at
         if confirmed_at is None or subscription.ended_at is not None:
             return
-        for execution, each in windows:
+        for index, (execution, each) in enumerate(windows):
             if each.dropped_at is None or each.dropped_at < confirmed_at:
                 continue
-            if each.done_at == FAR and execution == windows[-1][0]:
-                continue  # the data cluster is still at work on it
+            after = windows[index + 1 :]
+            if each.done_at == FAR and (not after or after[0][1].dropped_at is not None):
+                continue  # the data cluster is still at work on it, or the query was dropped again before it was done
             if execution not in subscription.came and not subscription.covers(execution, each.dropped_at):
                 text = f"{subscription.user} does not know that {subscription.interest.name} was dropped at"
                 self._violate("D6", f"{text} {each.dropped_at:.3f}, with execution {execution}", subscription.interest)
