@@ -156,7 +156,8 @@ def check_change(before: Dataset, after: Dataset) -> None:
     where = f"dataset {after.name!r} is registered"
     for setting in ("kind", "key", "partitions"):
         if getattr(before, setting) != getattr(after, setting):
-            raise ConfigError(f"{where} with another {setting}: drop it first, or --force, which leaves records behind")
+            what = "number of partitions" if setting == "partitions" else setting
+            raise ConfigError(f"{where} with another {what}: drop it first, or --force, which leaves records behind")
     for field in before.fields:
         new = after.by_name.get(field.name)
         if new is None or new.type != field.type:
@@ -229,10 +230,9 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> Regi
             check_change(before, dataset)
         elif before is not None:
             await _check_types(links, before, dataset)
-            warnings += _has_to_be_loaded(before, dataset)
         elif stored.version and stored.definition is None and not force:
             await _check_unused(links, dataset)
-        elif stored.former is not None:
+        elif stored.former is not None and dataset.kind != "static":  # loads of before do not come back
             await _check_types(links, read_dataset(dataset.name, stored.former), dataset)
         new = replace(dataset, version=stored.version, loaded=stored.version if before is None else before.loaded)
         outcomes.append(_outcome("dataset", new, before))
@@ -303,12 +303,12 @@ async def _outdated(links: DataLinks, query: StandingQuery) -> list[str]:
 
 
 async def _has_records(links: DataLinks, dataset: Dataset) -> bool:
-    """Return whether records were ever stored under the name of a dataset that is not static. Raises LogUnavailable.
+    """Return whether records were ever stored under the name of a dataset. Raises LogUnavailable.
 
-    They stay, here and in the archive. Loads of static ones have names of their own.
+    They stay, here and in the archive. Executions that are repeated read the load of a static one as it was.
     """
     if dataset.kind == "static":
-        return False
+        return dataset.loaded > 0
     names = [partition_name(dataset.stream, number) for number in range(PARTITIONS_MAX)]  # it may have had others
     states = await run_all(
         [links.command(partition_server(name, links.ids), state_command(name), repeats=True) for name in names]
@@ -337,14 +337,6 @@ async def _check_types(links: DataLinks, before: Dataset, after: Dataset) -> Non
                 f"dataset {after.name!r} has records with the field {field.name!r} of type {field.type}, which cannot"
                 f" become {new.type}, not even with --force: use a new name for the field, or for the dataset"
             )
-
-
-def _has_to_be_loaded(before: Dataset, after: Dataset) -> list[str]:
-    """Return a warning if the records of a static dataset do not fit its new definition."""
-    types = [(field.name, field.type) for field in before.fields]
-    if after.kind != "static" or not before.loaded or types == [(field.name, field.type) for field in after.fields]:
-        return []
-    return [f"dataset {after.name}: load it again, as its records have other fields: until then, its queries fail"]
 
 
 async def _begin_load(links: DataLinks, dataset: Dataset) -> None:

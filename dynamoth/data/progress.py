@@ -195,7 +195,8 @@ def resumption(
 def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: WindowEnd, now_ms: int) -> Progress:
     """Return an execution without results: behind it, a query goes on that gives up its records up to ``end``.
 
-    An execution that was not finished is given up, too; a part of it may have been published.
+    An execution that was not finished is given up, too; a part of it may have been published. Whichever of progress and
+    checkpoint is ahead counts.
 
     If nothing is known of the query any more, logs may still know its former executions, and take smaller numbers for
     repeated ones. So the number is the time then, in ms since 1970: executions are rarer than that, and the number is
@@ -204,10 +205,17 @@ def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: Windo
     known = [] if progress is None else [progress.execution]
     known += [] if checkpoint is None else [checkpoint.last]
     last = max(known, default=now_ms)
+    before = farther(progress, checkpoint)
     start = end
-    if progress is not None:
-        start = progress.window.end if progress.is_done else progress.window.start
+    if before is not None:
+        start = before.window.end if before.is_done else before.window.start
     return Progress(last + 1, Window(start, end), is_done=True)
+
+
+def farther(progress: Progress | None, checkpoint: Checkpoint | None) -> Progress | None:
+    """Return the last execution that is known to the log servers, or to a checkpoint that is ahead of them."""
+    is_known = checkpoint is not None and checkpoint.fits(progress)
+    return latest_progress([progress, checkpoint.progress() if checkpoint is not None and is_known else None])
 
 
 def with_new_datasets(end: WindowEnd, tips: Mapping[str, int]) -> WindowEnd:

@@ -7,7 +7,8 @@ from typing import Any
 import jwt
 import pytest
 
-from dynamoth_broker.process.tokens import CAUSES, TokenExpired, TokenRefused, Tokens
+from dynamoth.errors import ConfigError
+from dynamoth_broker.process.tokens import CAUSES, LOOK_S, TokenExpired, TokenRefused, Tokens
 from tests.broker.edge import SECRET, token, write_keys
 
 
@@ -95,3 +96,33 @@ def test_without_the_setting_an_audience_is_refused_with_its_name(keys: Path) ->
     with pytest.raises(TokenRefused, match="another audience") as caught:
         tokens_of(keys).grant(token(aud=["edge"]))
     assert "broker.audience is empty" in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("no json", "is no JSON Web Key Set"),
+        ('{"keys": [1]}', "a key is an object"),
+        ('{"keys": {"a": 1}}', "a key is an object"),
+        ('{"keys": []}', "has no keys, so nobody could log in"),
+        ("{}", "it has no 'keys'"),
+    ],
+)
+def test_a_key_set_that_cannot_be_used_is_refused(text: str, says: str, keys: Path) -> None:
+    keys.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        tokens_of(keys)
+
+
+def test_a_running_broker_keeps_its_keys_and_says_so_until_the_file_can_be_used(keys: Path) -> None:
+    now, good = 0.0, keys.read_text()
+    tokens = Tokens(str(keys), anonymous=False, now=lambda: now)
+    keys.write_text("no json")
+    for _ in range(3):
+        now += 2 * LOOK_S
+        assert tokens.grant(token()).user == "ada"
+        assert "is no JSON Web Key Set" in tokens.fault
+    keys.write_text(good)
+    now += 2 * LOOK_S
+    assert tokens.grant(token()).user == "ada"
+    assert tokens.fault == ""

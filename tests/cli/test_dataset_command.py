@@ -138,7 +138,7 @@ def test_definitions_are_registered_shown_changed_and_dropped(console: Console) 
         ('size = "int?"', 'size = "string?"', "with the field 'size' of type int"),
         ('size = "int?"', 'size = "int?", street = "string"', "a new one is optional ('string?')"),
         ('hot = "bool?", ', "", "with the field 'hot'"),
-        ('id = "id"', 'id = "id"\npartitions = 7', "another partitions: drop it first"),
+        ('id = "id"', 'id = "id"\npartitions = 7', "another number of partitions: drop it first"),
     ],
 )
 def test_changes_that_stored_records_do_not_fit_are_refused(console: Console, old: str, new: str, says: str) -> None:
@@ -165,15 +165,20 @@ def test_a_field_with_records_keeps_its_type_even_with_force(console: Console) -
     assert "with the field 'id' of type string, which cannot become int" in said, "nor where it was dropped"
 
 
-def test_a_static_dataset_with_other_fields_has_to_be_loaded_again(console: Console) -> None:
+def test_a_static_dataset_that_was_loaded_keeps_its_types(console: Console) -> None:
+    """An execution that is repeated reads the load of before."""
     console.set()
     other = DEFINITIONS.replace(
-        'fields = { id = "string", type = "string" }', 'fields = { id = "int", type = "string" }'
+        '{ id = "string", type = "string" }\n\n[queries', '{ id = "int", type = "string" }\n\n[queries'
     )
-    assert "load it again" not in console.set(other, "--force"), "it has no records"
-    console.set(DEFINITIONS, "--force")
+    for each in (other, DEFINITIONS):
+        assert "dataset shelters: changed" in console.set(each, "--force"), "it has no records"
     assert "1 stored" in console.run("dataset", "load", "shelters", console.write(fire(1), "one.jsonl"))
-    assert "dataset shelters: load it again" in console.set(other, "--force")
+    said = console.set(other, "--force", code=EXIT_REFUSED)
+    assert "'shelters' has records with the field 'id' of type string, which cannot become int" in said
+    console.run("query", "drop", "of_type")
+    console.run("dataset", "drop", "shelters")
+    assert "dataset shelters: registered" in console.set(other), "its loads do not come back"
 
 
 @pytest.mark.parametrize(

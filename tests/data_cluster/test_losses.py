@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,71 @@ def test_a_query_that_reads_a_keyed_dataset_goes_on_behind_a_loss_when_it_is_res
     finally:
         runner.stop(10.0)
     assert world.rows(interest) == [*first, [{"id": "b", "size": 3}]]
+
+
+@pytest.mark.parametrize("what", ["the partition", "its offset", "the partition, and the folder"])
+def test_keyed_records_that_a_server_has_lost_are_those_of_the_snapshot(
+    world: World, run: Callable[..., QueryRunner], what: str
+) -> None:
+    """The query goes on with the records that it knows, and not as if there had never been any."""
+    dataset, users = world.set_dataset(partitions=1), world.set_dataset("users", **KEYED)
+    sql = "SELECT r.id, u.size FROM reports r LEFT JOIN users u ON u.type = r.type WHERE r.type = :type"
+    interest = world.register("of_type", {"type": "fire"})
+    runner = run(dataset, users, reads=["users"], sql=sql)
+
+    def report(id_: str) -> None:
+        world.append(dataset, *reports("fire", id_))
+        until(lambda: id_ in world.ids(interest), runner)
+
+    try:
+        world.append(users, {"id": "joe", "type": "fire", "size": 7})
+        report("a")
+        Archiver(world.servers, world.folder / "archive").archive(world.servers.catalog())
+        if what == "its offset":
+            name = partition_name(users.stream, 0)
+            world.servers.run(world.servers.server_of(name), (b"HDEL", partition_keys(name)[0], b"offset"))
+        else:
+            forget(world, users)
+        if "folder" in what:
+            runner.stop(10.0)
+            shutil.rmtree(world.folder)
+            (world.folder / "archive").mkdir(parents=True)
+            runner = run(dataset, users, reads=["users"], sql=sql)
+        world.append(dataset, *reports("fire", "b"))
+        until(lambda: runner.is_failing, runner)
+        runner.restart()
+        report("c")
+        world.append(users, {"id": "eve", "type": "other", "size": 8})
+        report("d")
+    finally:
+        runner.stop(10.0)
+    size = 7 if "folder" not in what else None
+    expected = [{"id": "a", "size": 7}, *({"id": each} | ({"size": size} if size else {}) for each in ("c", "d"))]
+    assert [row for rows in world.rows(interest) for row in rows] == expected
+
+
+def test_a_load_of_which_a_server_has_lost_the_offsets_is_that_of_the_copy(
+    world: World, run: Callable[..., QueryRunner]
+) -> None:
+    dataset, shelters = world.set_dataset(), world.set_dataset("shelters", **STATIC, loaded=1)
+    world.load(shelters, {"id": "s1", "type": "fire"})
+    sql = "SELECT r.id, s.id AS shelter FROM reports r JOIN shelters s ON s.type = r.type WHERE r.type = :type"
+    interest = world.register("of_type", {"type": "fire"})
+    runner = run(dataset, shelters, reads=["shelters"], sql=sql)
+
+    def report(id_: str) -> None:
+        world.append(dataset, *reports("fire", id_))
+        until(lambda: id_ in world.ids(interest), runner)
+
+    try:
+        for id_ in ("a", "b"):
+            report(id_)
+            for number in range(shelters.partitions):
+                name = partition_name(shelters.stream, number)
+                world.servers.run(world.servers.server_of(name), (b"HDEL", partition_keys(name)[0], b"offset"))
+    finally:
+        runner.stop(10.0)
+    assert [row["shelter"] for rows in world.rows(interest) for row in rows] == ["s1", "s1"]
 
 
 def test_a_query_that_goes_on_behind_a_loss_does_not_execute_the_archive_again(

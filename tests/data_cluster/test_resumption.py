@@ -99,10 +99,11 @@ def test_another_dataset_begins_a_new_checkpoint_where_the_farther_one_ended() -
 
 def test_records_are_given_up_behind_the_last_execution_that_is_known() -> None:
     tips: WindowEnd = {"tick_ms": 0, "offsets": {"reports/0": 20}}
-    assert give_up(progress(7), checkpoint(3, 8), tips, NOW_MS) == Progress(9, Window(offsets(7), tips), True)
+    assert give_up(progress(7), checkpoint(3, 8), tips, NOW_MS) == Progress(9, Window(offsets(8), tips), True)
+    assert give_up(progress(0), checkpoint(3, 8, 7), tips, NOW_MS) == Progress(9, Window(offsets(7), tips), True)
     assert give_up(progress(7), None, tips, NOW_MS) == Progress(8, Window(offsets(7), tips), True)
     assert give_up(progress(7, is_done=False), None, tips, NOW_MS) == Progress(8, Window(offsets(6), tips), True)
-    assert give_up(None, checkpoint(3, 8), tips, NOW_MS) == Progress(9, Window(tips, tips), True)
+    assert give_up(None, checkpoint(3, 8), tips, NOW_MS) == Progress(9, Window(offsets(8), tips), True)
     assert give_up(None, None, tips, NOW_MS) == Progress(NOW_MS + 1, Window(tips, tips), True)
 
 

@@ -45,7 +45,7 @@ def end_dropped(context: ClusterContext, name: str, dropped_version: int) -> Non
         progress = replace(give_up(progress, None, end, now_ms), is_done=False, dropped_version=dropped_version)
         context.store_progress(name, progress, follows=False)
     status = context.status(name) or QueryStatus()
-    _publish(context, name, status.version, progress)
+    _publish(context, name, progress)
     context.checkpoint(name).remove()
     for kind in ("interests", "windows"):
         shutil.rmtree(context.folder / kind / str(context.term) / name, ignore_errors=True)
@@ -60,12 +60,12 @@ def finish_dropping(context: ClusterContext, name: str) -> None:
     """
     progress = context.progress(name)
     if progress is not None and progress.is_dropped and not progress.is_done:
-        _publish(context, name, (context.status(name) or QueryStatus()).version, progress)
+        _publish(context, name, progress)
 
 
-def _publish(context: ClusterContext, name: str, version: int, progress: Progress) -> None:
+def _publish(context: ClusterContext, name: str, progress: Progress) -> None:
     """Publish that a query was dropped to all of its interests, and store that this is done."""
-    interests, execution = _interests(context, name), progress.execution
+    interests, execution, version = _interests(context, name), progress.execution, progress.dropped_version - 1
     query = StandingQuery(name, "", "", 0, version=version, retained_min=RETAINED_MAX)
     payload = dropped_payload(name, version, execution, int(time.time() * 1000))
     context.publisher(query, execution, 0).publish_payloads((each, payload) for each in interests)

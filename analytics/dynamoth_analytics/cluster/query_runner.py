@@ -32,6 +32,7 @@ from dynamoth.data.progress import (
     QueryStatus,
     Window,
     WindowEnd,
+    farther,
     give_up,
     resumption,
     ticks_missed,
@@ -207,12 +208,13 @@ class QueryRunner:
         """
         self.stop()
         name, context = self.query.name, self._context
-        progress = context.progress(name)
-        end = self._windows.now({} if progress is None else progress.window.end["offsets"])
+        progress, checkpoint = context.progress(name), self._checkpoint.read()
+        before = farther(progress, checkpoint)
+        end = self._windows.now({} if before is None else before.window.end["offsets"])
         for each in (self.datasets[each] for each in self.query.reads):
             if each.kind == "keyed":
                 context.snapshots.pass_over_losses(context.spark, each, end["offsets"])
-        self._give_up(progress, self._checkpoint.read(), end)
+        self._give_up(progress, checkpoint, end)
         context.forget_restart(name)
         _log.warning("query %s: restarted by an operator: it goes on behind the records that there are", name)
         self._retry_at, self._retry_s, self._ended_ms = 0.0, RETRY_S, 0

@@ -90,7 +90,11 @@ class LogServers:
             with client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     cast("Any", pipeline).execute_command(*command)
-                return pipeline.execute()
+                replies: list[Any] = pipeline.execute(raise_on_error=False)  # else its error quotes the whole command
+            for reply in replies:
+                if isinstance(reply, redis.exceptions.RedisError):
+                    raise reply
+            return replies
 
         return self._try(server, execute)
 

@@ -99,12 +99,10 @@ class Windows:
         """Return a beginning behind all records that there are. Raises LogServerFailed.
 
         ``read``: up to where partitions were read. A server that has lost that may be behind it, and even begin again:
-        a beginning there would have the query read the archive again.
+        a beginning there would have the query read the archive again, and take keyed records for those of later.
         """
         tips = self._servers.tips(self._counts)
-        behind = {
-            name: last for name, last in read.items() if name.startswith(self._own) and tips.get(name, last) < last
-        }
+        behind = {name: last for name, last in read.items() if tips.get(name, last) < last}
         end: WindowEnd = {"tick_ms": 0, "offsets": tips | behind}
         if behind:
             end["given_up"] = sorted(behind)

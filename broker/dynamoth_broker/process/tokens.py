@@ -136,6 +136,8 @@ class Tokens:
         self.fault = ""
         if self._file is not None:
             self._keys = self._read()
+            if not self._keys and not anonymous:
+                raise ConfigError(f"broker.token_keys_file: {self._file} has no keys, so nobody could log in: add one")
 
     def grant(self, token: str | None) -> Grant:
         """Return the rights that a token gives. Raises TokenRefused or TokenExpired."""
@@ -242,11 +244,12 @@ class Tokens:
     def _read(self) -> dict[str, _Key]:
         assert self._file is not None
         try:
-            self._stamp = self._stamp_of(self._file)
-            if not self._file.is_file() or self._stamp[1] > KEY_FILE_BYTES_MAX:
+            stamp = self._stamp_of(self._file)
+            if not self._file.is_file() or stamp[1] > KEY_FILE_BYTES_MAX:
                 raise ConfigError(f"broker.token_keys_file: {self._file} is not a file of at most 1 MB")
-            entries = json.loads(self._file.read_text())["keys"]
-            return dict(map(_read_key, entries))
+            keys = dict(map(_read_key, json.loads(self._file.read_text())["keys"]))
+            self._stamp = stamp  # that of a file that can be used: the fault of another one stays
+            return keys
         except OSError as error:
             raise ConfigError(f"broker.token_keys_file: {self._file} cannot be read: {error.strerror}") from error
         except KeyError as error:
@@ -284,14 +287,17 @@ def _quoted(value: object) -> str:
     return repr(value if isinstance(value, str | int | None) else type(value).__name__)[:QUOTED_MAX]
 
 
-def _read_key(entry: Mapping[str, Any]) -> tuple[str, _Key]:
+def _read_key(entry: Any) -> tuple[str, _Key]:
+    if not isinstance(entry, dict):
+        raise TypeError("a key is an object")
+    entry = cast("dict[str, Any]", entry)
     kid, algorithm = entry.get("kid"), entry.get("alg")
     if not isinstance(kid, str) or not kid:
         raise ValueError("a key has no kid")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"key {kid!r}: alg is none of {', '.join(sorted(ALGORITHMS))}")
     try:
-        made = jwt.PyJWK(dict(entry), algorithm=str(algorithm))
+        made = jwt.PyJWK(entry, algorithm=str(algorithm))
     except KeyError as error:
         raise ValueError(f"key {kid!r} has no {error}") from error
     if isinstance(made.key, bytes) and len(made.key) < SECRET_BYTES_MIN:

@@ -113,7 +113,9 @@ class _State:
 async def _state(links: DataLinks, catalog: Catalog, query: StandingQuery) -> _State:
     server = query_server(query.name, links.ids)
     status = parse_status(await links.command(server, (b"GET", status_key(query.name)), repeats=True))
-    if status is None or status.state != "running":
+    if status is None or (status.state == "dropped" and status.version < query.version):
+        return _State(None)
+    if status.state != "running":
         return _State(status)
     quiet_s = time.time() - (status.ended_ms or status.since_ms) / 1000
     if quiet_s < max(QUIET_S, QUIET_PERIODS * query.period_s):

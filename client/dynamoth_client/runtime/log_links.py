@@ -204,7 +204,9 @@ def _difference(id_: str, ours: str, theirs: str) -> str:
 
 def unavailable(server: LogServerLink, reason: str) -> LogUnavailable:
     """Return the error of what was not stored."""
-    return LogUnavailable(f"log server {server.id}: {with_cure(reason)}; it is not stored, and may be repeated")
+    return LogUnavailable(
+        f"log server {server.id}: {with_cure(reason)}; nothing was stored there: the same call may be repeated"
+    )
 
 
 def unknown(server: LogServerLink) -> UnknownOutcome:

@@ -262,11 +262,10 @@ class Archiver:
         is_other = bool(at_end) and arrived is not None and at_end[0].arrived_ms != _milliseconds(arrived)
         if not is_other and not 0 < offset < position:
             return ""
-        keys = partition_keys(name)[0].decode().removesuffix("meta") + "*"
         return (
             f"log server {server} gives offsets again that the archive has: was an older copy restored? Bring its"
-            f" latest files back; or save what is new (`dynamoth dataset tail`), delete {keys} there, and store"
-            " that again"
+            " latest files back; or save what is new (`dynamoth dataset tail`), let the server begin empty, and store"
+            " that again: see docs/operating.md (Backup and restore)"
         )
 
     def _files(self, dataset: Dataset, partition: int) -> Iterator[tuple[int, list[Any]]]:

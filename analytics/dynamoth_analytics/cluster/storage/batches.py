@@ -48,7 +48,7 @@ class OtherType(DynamothError):
 
     def __init__(self, dataset: Dataset, field: Field, stored: str) -> None:
         """Name cause and cure; ``stored`` is the type that the records have."""
-        cure = "load it again" if dataset.kind == "static" else "drop it, and register it with the type of the records"
+        cure = "leave the field out (`dynamoth dataset set --force`), and add it again with the type of the records"
         super().__init__(
             f"dataset {dataset.name}: field {field.name!r} is of type {field.type}, and stored records have {stored}"
             f" there: {cure}, or use a new name"

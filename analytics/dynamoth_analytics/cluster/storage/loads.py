@@ -104,11 +104,12 @@ def load_offsets(servers: LogServers, dataset: Dataset) -> dict[str, int] | None
 
     Raises LogServerFailed.
     """
-    for number in range(dataset.partitions):
-        name = partition_name(dataset.stream, number)
-        if parse_load_size(servers.run(servers.server_of(name), load_size_command(name))) is None:
+    offsets = servers.tips({dataset.stream: dataset.partitions})
+    for name, offset in offsets.items():
+        size = parse_load_size(servers.run(servers.server_of(name), load_size_command(name)))
+        if size is None or (size and not offset):
             return None
-    return servers.tips({dataset.stream: dataset.partitions})
+    return offsets
 
 
 def load_lost(dataset: Dataset, where: str) -> RecordsLost:
