@@ -228,13 +228,11 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> Regi
         before, stored = catalog.datasets.get(dataset.name), entries[0].get(dataset.name, _NOTHING)
         if before is not None and not force:
             check_change(before, dataset)
-        elif before is not None:
-            await _check_types(links, before, dataset)
         elif stored.version and stored.definition is None and not force:
             await _check_unused(links, dataset)
-        elif stored.former is not None and dataset.kind != "static":  # loads of before do not come back
-            await _check_types(links, read_dataset(dataset.name, stored.former), dataset)
-        new = replace(dataset, version=stored.version, loaded=stored.version if before is None else before.loaded)
+        left_out = await _left_out(links, before or _former(dataset, stored), dataset)
+        loaded = stored.version if before is None else before.loaded
+        new = replace(dataset, version=stored.version, loaded=loaded, left_out=left_out)
         outcomes.append(_outcome("dataset", new, before))
         if new != before:
             changed.append(replace(new, version=stored.version + 1))
@@ -325,18 +323,28 @@ async def _check_unused(links: DataLinks, dataset: Dataset) -> None:
         )
 
 
-async def _check_types(links: DataLinks, before: Dataset, after: Dataset) -> None:
-    """Check that fields of a dataset with records keep their types: its archive could not be read any more.
+def _former(dataset: Dataset, stored: Entry) -> Dataset | None:
+    """Return what was dropped before a dataset is registered again. Loads of static ones do not come back."""
+    return None if stored.former is None or dataset.kind == "static" else read_dataset(dataset.name, stored.former)
 
-    Raises ConfigError, LogUnavailable.
+
+async def _left_out(links: DataLinks, before: Dataset | None, after: Dataset) -> tuple[tuple[str, str], ...]:
+    """Return the types of the fields that a changed dataset does not have any more.
+
+    Fields of a dataset with records keep their types, also those that come back: its archive could not be read any
+    more. Raises ConfigError, LogUnavailable.
     """
-    for field in before.fields:
-        new = after.by_name.get(field.name)
-        if new is not None and new.type != field.type and await _has_records(links, before):
+    if before is None:
+        return ()
+    types = dict(before.left_out) | {field.name: field.type for field in before.fields}
+    for field in after.fields:
+        type_ = types.pop(field.name, field.type)
+        if type_ != field.type and await _has_records(links, before):
             raise ConfigError(
-                f"dataset {after.name!r} has records with the field {field.name!r} of type {field.type}, which cannot"
-                f" become {new.type}, not even with --force: use a new name for the field, or for the dataset"
+                f"dataset {after.name!r} has records with the field {field.name!r} of type {type_}, which cannot become"
+                f" {field.type}, not even with --force: use a new name for the field, or for the dataset"
             )
+    return tuple(sorted(types.items()))
 
 
 async def _begin_load(links: DataLinks, dataset: Dataset) -> None:

@@ -89,6 +89,8 @@ class Dataset:
     waiting_max: int = 500_000
     #: Fields that have to equal a claim of the user's token, for records that users publish: ``{"user": "$sub"}``.
     bind: tuple[tuple[str, str], ...] = ()
+    #: Types of former fields that were left out, by name: stored records may have them.
+    left_out: tuple[tuple[str, str], ...] = ()
     #: Of a static dataset: counts how often it was loaded. 0: never.
     loaded: int = 0
     #: Counts the changes of the definition, from 1.
@@ -198,13 +200,16 @@ _SETTINGS: dict[str, type | tuple[type, ...]] = {
     "record_bytes_max": int,
     "waiting_max": int,
     "bind": dict,
+    "left_out": dict,
     "loaded": int,
     "version": int,
 }
 
 
-_OWN_SETTINGS = ("loaded", "version")
-"""Those that the program counts itself: stored definitions have them."""
+_OWN_SETTINGS = ("left_out", "loaded", "version")
+"""Those that the program sets itself: stored definitions have them."""
+
+_TABLES = ("bind", "left_out")
 
 
 def read_dataset(name: str, definition: Mapping[str, Any]) -> Dataset:
@@ -224,9 +229,9 @@ def read_dataset(name: str, definition: Mapping[str, Any]) -> Dataset:
         **{
             each: definition[each]
             for each in _SETTINGS
-            if each in definition and each not in ("kind", "fields", "bind")
+            if each in definition and each not in ("kind", "fields", *_TABLES)
         },
-        bind=tuple(sorted(definition.get("bind", {}).items())),
+        **{each: tuple(sorted(definition.get(each, {}).items())) for each in _TABLES},
     )
     _check(dataset, where)
     return dataset
@@ -236,7 +241,7 @@ def write_dataset(dataset: Dataset) -> dict[str, Any]:
     """Return the definition as ``read_dataset`` reads it."""
     written: dict[str, Any] = {each: getattr(dataset, each) for each in _SETTINGS}
     written["fields"] = {field.name: field.type + "?" * field.is_optional for field in dataset.fields}
-    written["bind"] = dict(dataset.bind)
+    written |= {each: dict(getattr(dataset, each)) for each in _TABLES}
     return written
 
 

@@ -159,10 +159,15 @@ def test_a_field_with_records_keeps_its_type_even_with_force(console: Console) -
     assert console.json("dataset", "show", "reports")["version"] == 1
     without = DEFINITIONS.replace('size = "int?", ', "").replace('id = "id"', 'id = "id"\nlate_s = 0')
     assert "reports: changed, version 2" in console.set(without, "--force")
+    said = console.set(changed, code=EXIT_REFUSED)
+    assert "with the field 'size' of type int, which cannot become string" in said, "nor when it comes back"
     console.run("query", "drop", "of_type")
     console.run("dataset", "drop", "reports")
     said = console.set(changed.replace('id = "string"', 'id = "int"'), "--force", code=EXIT_REFUSED)
     assert "with the field 'id' of type string, which cannot become int" in said, "nor where it was dropped"
+    said = console.set(changed, "--force", code=EXIT_REFUSED)
+    assert "with the field 'size' of type int, which cannot become string" in said, "nor where it was left out before"
+    assert "reports: registered, version 4" in console.set(DEFINITIONS, "--force")
 
 
 def test_a_static_dataset_that_was_loaded_keeps_its_types(console: Console) -> None:

@@ -318,7 +318,7 @@ def test_records_of_another_type_than_their_dataset_are_an_error(
     world.set_dataset(partitions=1, id="", fields={"size": old + "?"}, version=3)
     Archiver(world.servers, tmp_path, hot_records=0).archive(world.servers.catalog())
     tip = world.servers.tips({"reports": 1})["reports/0"]
-    with pytest.raises(OtherType, match=f"{cause} {old} there: drop it, and register it with the type"):
+    with pytest.raises(OtherType, match=f"{cause} {old} there: leave the field out"):
         list(read_range(world.servers, changed, 0, 0, tip, tmp_path))
 
 
