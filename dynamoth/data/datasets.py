@@ -231,7 +231,8 @@ def read_dataset(name: str, definition: Mapping[str, Any]) -> Dataset:
             for each in _SETTINGS
             if each in definition and each not in ("kind", "fields", *_TABLES)
         },
-        **{each: tuple(sorted(definition.get(each, {}).items())) for each in _TABLES},
+        bind=tuple(sorted(definition.get("bind", {}).items())),
+        left_out=tuple(sorted(definition.get("left_out", {}).items())),
     )
     _check(dataset, where)
     return dataset
