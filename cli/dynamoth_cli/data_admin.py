@@ -230,17 +230,19 @@ async def register(links: DataLinks, given: Definitions, *, force: bool) -> Regi
             check_change(before, dataset)
         elif stored.version and stored.definition is None and not force:
             await _check_unused(links, dataset)
-        left_out = await _left_out(links, before or _former(dataset, stored), dataset)
-        loaded = stored.version if before is None else before.loaded
-        new = replace(dataset, version=stored.version, loaded=loaded, left_out=left_out)
+        former = before or _former(dataset, stored)
+        if former is not None:
+            await _check_types(links, former, dataset)
+            dataset = replace(dataset, left_out=_left_out(former, dataset))
+        new = replace(dataset, version=stored.version, loaded=stored.version if before is None else before.loaded)
         outcomes.append(_outcome("dataset", new, before))
         if new != before:
             changed.append(replace(new, version=stored.version + 1))
     for query in given.queries.values():
-        former = catalog.queries.get(query.name)
+        registered = catalog.queries.get(query.name)
         same = replace(query, version=entries[1].get(query.name, _NOTHING).version)
-        outcomes.append(_outcome("query", same, former))
-        if same != former:
+        outcomes.append(_outcome("query", same, registered))
+        if same != registered:
             changed.append(replace(same, version=same.version + 1))
             warnings += await _outdated(links, query)
     for definition in changed:
@@ -328,23 +330,29 @@ def _former(dataset: Dataset, stored: Entry) -> Dataset | None:
     return None if stored.former is None or dataset.kind == "static" else read_dataset(dataset.name, stored.former)
 
 
-async def _left_out(links: DataLinks, before: Dataset | None, after: Dataset) -> tuple[tuple[str, str], ...]:
-    """Return the types of the fields that a changed dataset does not have any more.
+def _types(dataset: Dataset) -> dict[str, str]:
+    """Return the types that fields of stored records may have, also of those that were left out."""
+    return dict(dataset.left_out) | {field.name: field.type for field in dataset.fields}
 
-    Fields of a dataset with records keep their types, also those that come back: its archive could not be read any
-    more. Raises ConfigError, LogUnavailable.
+
+def _left_out(before: Dataset, after: Dataset) -> tuple[tuple[str, str], ...]:
+    """Return the types of the fields that a changed dataset does not have any more."""
+    return tuple(sorted(each for each in _types(before).items() if each[0] not in after.by_name))
+
+
+async def _check_types(links: DataLinks, before: Dataset, after: Dataset) -> None:
+    """Check that fields of a dataset with records keep their types, also those that come back.
+
+    Its archive could not be read any more. Raises ConfigError, LogUnavailable.
     """
-    if before is None:
-        return ()
-    types = dict(before.left_out) | {field.name: field.type for field in before.fields}
+    types = _types(before)
     for field in after.fields:
-        type_ = types.pop(field.name, field.type)
+        type_ = types.get(field.name, field.type)
         if type_ != field.type and await _has_records(links, before):
             raise ConfigError(
                 f"dataset {after.name!r} has records with the field {field.name!r} of type {type_}, which cannot become"
                 f" {field.type}, not even with --force: use a new name for the field, or for the dataset"
             )
-    return tuple(sorted(types.items()))
 
 
 async def _begin_load(links: DataLinks, dataset: Dataset) -> None:

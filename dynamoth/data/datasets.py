@@ -210,6 +210,7 @@ _OWN_SETTINGS = ("left_out", "loaded", "version")
 """Those that the program sets itself: stored definitions have them."""
 
 _TABLES = ("bind", "left_out")
+"""Those that are tables in definitions, and sorted pairs in a ``Dataset``."""
 
 
 def read_dataset(name: str, definition: Mapping[str, Any]) -> Dataset:

@@ -214,8 +214,8 @@ def give_up(progress: Progress | None, checkpoint: Checkpoint | None, end: Windo
 
 def farther(progress: Progress | None, checkpoint: Checkpoint | None) -> Progress | None:
     """Return the last execution that is known to the log servers, or to a checkpoint that is ahead of them."""
-    is_known = checkpoint is not None and checkpoint.fits(progress)
-    return latest_progress([progress, checkpoint.progress() if checkpoint is not None and is_known else None])
+    own = checkpoint.progress() if checkpoint is not None and checkpoint.fits(progress) else None
+    return latest_progress([progress, own])
 
 
 def with_new_datasets(end: WindowEnd, tips: Mapping[str, int]) -> WindowEnd:

@@ -395,9 +395,8 @@ def test_a_query_that_is_stopped_in_its_first_batch_goes_on_without_a_failure(
     with running(runner):
         until(lambda: runner._window_start is not None, runner)  # pyright: ignore[reportPrivateUsage]
         runner.stop()
-        shutil.rmtree(
-            files / "offsets"
-        )  # as if it had been stopped even earlier: Spark refuses to start beside the rest
+        # As if it had been stopped even earlier: Spark refuses to start beside the rest.
+        shutil.rmtree(files / "offsets")
         (files / "state").mkdir(exist_ok=True)
         (files / "state" / "left").write_text("")
         world.append(dataset, *reports("fire", "a"))

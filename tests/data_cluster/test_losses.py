@@ -51,6 +51,12 @@ def forget(world: World, dataset: Dataset, number: int = 0, *, records_only: boo
     world.servers.run(world.servers.server_of(name), (b"DEL", *(keys[1:2] if records_only else keys)))
 
 
+def report(world: World, dataset: Dataset, interest: str, id_: str, runner: QueryRunner) -> None:
+    """Store a record, and wait until its interest has it."""
+    world.append(dataset, *reports("fire", id_))
+    until(lambda: id_ in world.ids(interest), runner)
+
+
 def test_an_execution_that_is_repeated_after_its_load_has_expired_reads_the_same(
     world: World, run: Callable[..., QueryRunner]
 ) -> None:
@@ -121,14 +127,9 @@ def test_keyed_records_that_a_server_has_lost_are_those_of_the_snapshot(
     sql = "SELECT r.id, u.size FROM reports r LEFT JOIN users u ON u.type = r.type WHERE r.type = :type"
     interest = world.register("of_type", {"type": "fire"})
     runner = run(dataset, users, reads=["users"], sql=sql)
-
-    def report(id_: str) -> None:
-        world.append(dataset, *reports("fire", id_))
-        until(lambda: id_ in world.ids(interest), runner)
-
     try:
         world.append(users, {"id": "joe", "type": "fire", "size": 7})
-        report("a")
+        report(world, dataset, interest, "a", runner)
         Archiver(world.servers, world.folder / "archive").archive(world.servers.catalog())
         if what == "its offset":
             name = partition_name(users.stream, 0)
@@ -143,9 +144,9 @@ def test_keyed_records_that_a_server_has_lost_are_those_of_the_snapshot(
         world.append(dataset, *reports("fire", "b"))
         until(lambda: runner.is_failing, runner)
         runner.restart()
-        report("c")
+        report(world, dataset, interest, "c", runner)
         world.append(users, {"id": "eve", "type": "other", "size": 8})
-        report("d")
+        report(world, dataset, interest, "d", runner)
     finally:
         runner.stop(10.0)
     size = 7 if "folder" not in what else None
@@ -161,14 +162,9 @@ def test_a_load_of_which_a_server_has_lost_the_offsets_is_that_of_the_copy(
     sql = "SELECT r.id, s.id AS shelter FROM reports r JOIN shelters s ON s.type = r.type WHERE r.type = :type"
     interest = world.register("of_type", {"type": "fire"})
     runner = run(dataset, shelters, reads=["shelters"], sql=sql)
-
-    def report(id_: str) -> None:
-        world.append(dataset, *reports("fire", id_))
-        until(lambda: id_ in world.ids(interest), runner)
-
     try:
         for id_ in ("a", "b"):
-            report(id_)
+            report(world, dataset, interest, id_, runner)
             for number in range(shelters.partitions):
                 name = partition_name(shelters.stream, number)
                 world.servers.run(world.servers.server_of(name), (b"HDEL", partition_keys(name)[0], b"offset"))

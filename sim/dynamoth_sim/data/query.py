@@ -288,7 +288,7 @@ class ModelQuery:
 
     def _publish_dropped(self, progress: Progress) -> Asking:
         query, now_ms = self._query, int(self._place.machine.now * 1000)
-        payload = dropped_payload(query.name, query.version, progress.execution, now_ms)
+        payload = dropped_payload(query.name, progress.dropped_version - 1, progress.execution, now_ms)
         for server in self._place.servers:
             interests = yield from ask(server, b"HGETALL", registration_keys(query.name)[0])
             own = [(interest.decode(), payload) for interest in interests]
